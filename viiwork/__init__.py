@@ -1,0 +1,1 @@
+"""viiwork: a few GPU machines that act as one OpenAI-compatible endpoint."""

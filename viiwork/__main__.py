@@ -1,0 +1,5 @@
+"""`python -m viiwork`."""
+
+from viiwork.cli.main import main
+
+raise SystemExit(main())

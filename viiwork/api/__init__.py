@@ -1,0 +1,1 @@
+"""HTTP: the inference relay and the admin routes; thin, no decisions."""

@@ -1,0 +1,83 @@
+"""What the HTTP layer asks of the node; the node implements these, the handlers know nothing else."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from viiwork.core.turn import Ask, Grant, Outcome
+
+
+class Dispatcher(Protocol):
+    """Owner of slots, queues and peers."""
+
+    async def acquire(self, ask: Ask, exclude: Collection[str] = ()) -> Grant:
+        """A place to run `ask`; nodes named in `exclude` refused it already.
+
+        May wait in the model's queue. Raises `NotFound` or a `Refused`; cancelling gives up the place.
+        """
+        ...
+
+    def finish(self, grant: Grant, outcome: Outcome) -> None:
+        """Give the grant back; a second call does nothing."""
+        ...
+
+
+class Origins(Protocol):
+    """Proof of who sent a request."""
+
+    def forwarded_by(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str | None:
+        """Entry node of a proven forward, None for an ordinary client.
+
+        Raises `Unauthorized` when the mesh is secured and a forward's proof is wrong.
+        """
+        ...
+
+    def forward_headers(self, method: str, path_qs: str, body: bytes) -> dict[str, str]:
+        """Headers that prove to a peer that this node forwards the request."""
+        ...
+
+
+class Facts(Protocol):
+    """The node's own view of itself, as JSON-ready values."""
+
+    name: str
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of `/health`."""
+        ...
+
+    def models(self) -> list[dict[str, Any]]: ...
+
+    def model_info(self) -> list[dict[str, Any]]: ...
+
+    def capacity(self) -> bytes:
+        """Body of `/v1/capacity`."""
+        ...
+
+    def fleet_capacity(self, model: str | None) -> dict[str, Any]:
+        """Body of `/v1/fleet/capacity`."""
+        ...
+
+    def status(self) -> dict[str, Any]: ...
+
+
+class Channels(Protocol):
+    """Receiving end of kv_share."""
+
+    def check(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> Any:
+        """Admit an upgrade before the 101 is sent; the returned value goes to `take`. Raises `ViiworkError`."""
+        ...
+
+    def answer_headers(self, admitted: Any) -> dict[str, str]:
+        """Extra headers of the 101."""
+        ...
+
+    def take(self, admitted: Any, sock: socket.socket) -> None:
+        """Own the raw socket from now on."""
+        ...

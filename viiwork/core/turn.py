@@ -1,0 +1,76 @@
+"""The values one request is decided with: what is asked, what is granted, how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Result = Literal[
+    "done",  # the answer went to the client whole, whatever its status
+    "refused",  # 429 or 503 before the first byte; another route may take it
+    "unreachable",  # no connection, or it broke before the first byte
+    "stalled",  # accepted, then silent for too long before the first byte
+    "broken",  # broke after the first byte went to the client
+    "client_gone",  # the client left
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, as far as routing needs to know it."""
+
+    request_id: str
+    model: str
+    session: str | None = None  # hashed session key, 32 hex digits
+    kv_share: bool = True  # False: this session's state must not leave the node
+    needs_slot: bool = True  # False for tokenize, detokenize, apply-template, count_tokens
+    pinnable: bool = True  # the engine honours `id_slot` in the body of this endpoint
+    body_bytes: int = 0
+    forwarded_by: str | None = None  # entry node of a verified forward; such a request makes no further hop
+
+
+@dataclass(slots=True)
+class Grant:
+    """The right to run one request at one place; must be given back with `finish` exactly once."""
+
+    ask: Ask
+    node: str  # who executes
+    url: str  # base URL of the engine or of the peer's API, without a trailing slash
+    backend: str = ""  # backend id when local, "" on a forward
+    slot: int | None = None  # slot to pin, when local and pinnable
+    queued_s: float = 0.0
+    lease: int = 0  # lease number in the slot table, 0 when none was needed
+    expected_tokens: int = 0  # prompt tokens believed to be in the slot already
+    finished: bool = False
+
+    @property
+    def is_forward(self) -> bool:
+        return not self.backend
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one turn as the engine reported them; None = not reported."""
+
+    cached: int | None = None  # prompt tokens taken from the slot (`cache_n`)
+    prefilled: int | None = None  # prompt tokens read anew (`prompt_n`)
+    generated: int | None = None
+
+    @property
+    def total(self) -> int | None:
+        """Tokens the slot holds after the turn: the last sampled token was never decoded."""
+        if self.cached is None or self.prefilled is None:
+            return None
+        return self.cached + self.prefilled + max((self.generated or 0) - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a granted request ended."""
+
+    result: Result
+    status: int = 0  # HTTP status of the upstream, 0 when none came
+    ttft_s: float | None = None  # request granted -> first byte of content
+    duration_s: float = 0.0
+    usage: Usage | None = None
+    detail: str = ""  # one line for logs when something failed

@@ -1,0 +1,1 @@
+"""llama.cpp on this machine: command line, process, probes, supervision, slots."""

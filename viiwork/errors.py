@@ -1,0 +1,175 @@
+"""One error tree. A class says what machines need to know: code, HTTP status, exit code, retry hint.
+
+ViiworkError
+|- UsageError            the command line or the config file is wrong (exit 2)
+|  `- ConfigError
+|- RequestError          the client's request is wrong (4xx)
+|- Refused               nobody takes the request now (429, 503)
+|- UpstreamError         an engine or a peer failed (502)
+|- EngineError           an engine cannot be started or asked
+|- MeshError             membership and peers
+`- KvError               a KV state could not be moved; the turn runs cold
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+_BY_CODE: dict[str, type[ViiworkError]] = {}
+
+
+class ViiworkError(Exception):
+    """Base of all errors viiwork raises on purpose; `str(error)` is one line for a person."""
+
+    code: ClassVar[str] = "internal"
+    type: ClassVar[str] = "server_error"  # `error.type` in the JSON body
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+    retry_after_s: ClassVar[int | None] = None
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "code" not in cls.__dict__:
+            raise TypeError(f"{cls.__name__} must declare its own code")
+        other = _BY_CODE.setdefault(cls.code, cls)
+        if other is not cls and other.__qualname__ != cls.__qualname__:
+            raise TypeError(f"error code {cls.code!r} is taken by {other.__name__}")
+
+
+# -- usage -----------------------------------------------------------------------------------------
+class UsageError(ViiworkError):
+    """The command line is wrong."""
+
+    code, exit_code = "usage", 2
+
+
+class ConfigError(UsageError):
+    """The config file is wrong: file, line, key path, what was expected."""
+
+    code = "config"
+
+
+# -- requests --------------------------------------------------------------------------------------
+class RequestError(ViiworkError):
+    """The client's request is wrong."""
+
+    code, type, http_status = "invalid_request", "invalid_request", 400
+
+
+class BodyTooLarge(RequestError):
+    code, http_status = "body_too_large", 413
+
+
+class MethodNotAllowed(RequestError):
+    code, http_status = "method_not_allowed", 405
+
+
+class NotFound(RequestError):
+    code, type, http_status = "not_found", "not_found", 404
+
+
+class UnknownModel(NotFound):
+    """No node of the mesh serves the model, or the pinned host does not."""
+
+    code = "unknown_model"
+
+
+class Unauthorized(RequestError):
+    """A signature is missing or wrong."""
+
+    code, type, http_status = "unauthorized", "forbidden", 401
+
+
+class Forbidden(RequestError):
+    code, type, http_status = "forbidden", "forbidden", 403
+
+
+# -- refusals --------------------------------------------------------------------------------------
+class Refused(ViiworkError):
+    """The request is fine; nobody takes it now."""
+
+    code, type, http_status, exit_code, retry_after_s = "refused", "unavailable", 503, 75, 2
+
+
+class QueueFull(Refused):
+    """The model's queue holds `routing.queue_max` requests already."""
+
+    code, type, http_status = "queue_full", "rate_limit", 429
+
+
+class QueueTimeout(Refused):
+    """No slot opened for the model within `routing.queue_timeout`."""
+
+    code, type, http_status = "queue_timeout", "rate_limit", 429
+
+
+class NoFreeSlot(Refused):
+    """A forwarded request found no free slot; forwards never wait."""
+
+    code, type, http_status, retry_after_s = "no_free_slot", "rate_limit", 429, None
+
+
+class NotServedHere(Refused):
+    """A forward for a model this node does not serve (any more)."""
+
+    code, retry_after_s = "not_served_here", 1
+
+
+class AllRoutesRefused(Refused):
+    """Every node that serves the model refused."""
+
+    code = "all_routes_refused"
+
+
+class ShuttingDown(Refused):
+    """The node drains before it stops."""
+
+    code, retry_after_s = "shutting_down", 5
+
+
+# -- upstream --------------------------------------------------------------------------------------
+class UpstreamError(ViiworkError):
+    """An engine or a peer failed before its answer could be used."""
+
+    code, type, http_status = "upstream", "server_error", 502
+
+
+class UpstreamUnreachable(UpstreamError):
+    """No connection, or it broke before the first byte of the answer."""
+
+    code = "upstream_unreachable"
+
+
+class UpstreamStalled(UpstreamError):
+    """The upstream accepted the request and then stayed silent for too long."""
+
+    code, http_status = "upstream_stalled", 504
+
+
+# -- parts -----------------------------------------------------------------------------------------
+class EngineError(ViiworkError):
+    """An engine cannot be started, asked or understood."""
+
+    code = "engine"
+
+
+class MeshError(ViiworkError):
+    """Membership or a peer conversation failed."""
+
+    code = "mesh"
+
+
+class KvError(ViiworkError):
+    """A KV state was not moved; `reason` is a short stable word that is counted and shown."""
+
+    code = "kv"
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(message or reason)
+        self.reason = reason
+
+
+class SaveFileError(KvError):
+    """A save-file is not what it should be."""
+
+    code = "save_file"

@@ -1,0 +1,1 @@
+"""Facts about this machine: GPUs, model files, memory, network interfaces."""

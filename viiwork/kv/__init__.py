@@ -1,0 +1,1 @@
+"""kv_share: the worker process that moves KV bytes, and the control side of it."""

@@ -1,0 +1,1 @@
+"""Other machines: membership, discovery, capacity polls, peer conversations."""

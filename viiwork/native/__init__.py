@@ -1,0 +1,1 @@
+"""Compiled code from csrc/; there is no Python fallback."""

@@ -1,0 +1,1 @@
+"""Wiring: start and stop order, periodic work, the owner of the mutable state."""
