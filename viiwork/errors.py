@@ -88,7 +88,8 @@ class Forbidden(RequestError):
 class Refused(ViiworkError):
     """The request is fine; nobody takes it now."""
 
-    code, type, http_status, exit_code, retry_after_s = "refused", "unavailable", 503, 75, 2
+    code, type, http_status, exit_code = "refused", "unavailable", 503, 75
+    retry_after_s: ClassVar[int | None] = 2
 
 
 class QueueFull(Refused):

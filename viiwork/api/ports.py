@@ -71,7 +71,7 @@ class Channels(Protocol):
     def check(
         self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
     ) -> Any:
-        """Admit an upgrade before the 101 is sent; the returned value goes to `take`. Raises `ViiworkError`."""
+        """Admit an upgrade before the 101 is sent; the value goes to `take`. Raises `ViiworkError`."""
         ...
 
     def answer_headers(self, admitted: Any) -> dict[str, str]:

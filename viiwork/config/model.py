@@ -25,26 +25,26 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections: unknown keys are errors, values never change."""
 
 
-class NodeSection(Section):
+class NodeSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""  # "" = host name
     state_dir: str = "/var/lib/viiwork"
 
 
-class ApiSection(Section):
+class ApiSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"
     port: int = 8086
 
 
-class TailnetSection(Section):
+class TailnetSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enabled: Tri = Tri("auto")
     socket: str = "/var/run/tailscale/tailscaled.sock"
 
 
-class LanSection(Section):
+class LanSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mdns: Tri = Tri("auto")
 
 
-class MeshSection(Section):
+class MeshSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     network: Literal["tailnet", "lan"] = "tailnet"
     bind_port: int = 7946
     advertise: str = ""
@@ -59,7 +59,7 @@ class MeshSection(Section):
     capacity_poll: Seconds = Seconds(1)
 
 
-class RoutingSection(Section):
+class RoutingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queue_max: int = 64
     queue_timeout: Seconds = Seconds(20)
     forward_retry: int = 1
@@ -67,11 +67,11 @@ class RoutingSection(Section):
     performance: bool = True
 
 
-class GpuSection(Section):
+class GpuSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     vendor: Literal["auto", "nvidia", "amd", "apple", "none"] = "auto"
 
 
-class HealthSection(Section):
+class HealthSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interval: Seconds = Seconds(5)
     timeout: Seconds = Seconds(10)
     max_failures: int = 3
@@ -79,12 +79,12 @@ class HealthSection(Section):
     respawn_grace: Seconds = Seconds(60)
 
 
-class ActivitySection(Section):
+class ActivitySection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt_history: int = 1000
     event_history: int = 2000
 
 
-class LlamacppSection(Section):
+class LlamacppSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`models[].llamacpp`."""
 
     binary: str = ""  # "" = llama-server when on PATH, else embedded when installed
@@ -98,7 +98,7 @@ class LlamacppSection(Section):
     flash_attn: Tri = Tri("auto")
 
 
-class ModelSection(Section):
+class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of `models`."""
 
     name: str
@@ -114,7 +114,7 @@ class ModelSection(Section):
     llamacpp: LlamacppSection = LlamacppSection()
 
 
-class KvShareSection(Section):
+class KvShareSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enabled: bool = True
     dir: str = ""  # "" = a private folder under /dev/shm, else state_dir/kv
     memory: Bytes = Bytes(8 * GIB)
@@ -127,7 +127,7 @@ class KvShareSection(Section):
     open: bool = False
 
 
-class Config(Section):
+class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     node: NodeSection = NodeSection()
     api: ApiSection = ApiSection()
     mesh: MeshSection = MeshSection()
