@@ -21,3 +21,4 @@ SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1
 # -- kv --------------------------------------------------------------------------------------------
 
 # -- node ------------------------------------------------------------------------------------------
+RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB
