@@ -51,7 +51,7 @@ class ReplicaTable:
         return self._replicas.get(key)
 
     def put(self, replica: Replica) -> list[Replica]:
-        """Keep a replica; the answer lists those to delete: what it replaces, or itself if it is the older."""
+        """Keep a replica; the answer lists those to delete: what it replaces, or itself if older."""
         known = self._replicas.get(replica.key)
         if known is not None and known.generation > replica.generation:
             return [replica]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from viiwork.config.model import RoutingSection
 from viiwork.core.peers import PeerTable
@@ -126,7 +126,8 @@ class Dispatcher:
             decision = choose(self._view, ask, now)
             return None if isinstance(decision, Wait) else decision
 
-        for waiter, decision in self.queue.runnable(decide):
+        ready: Iterator[tuple[Waiter, Decision]] = self.queue.runnable(decide)
+        for waiter, decision in ready:
             future = self._waiting.pop(waiter, None)
             if future is None or future.done():
                 continue  # gave up in this very moment
@@ -251,6 +252,6 @@ class Dispatcher:
     def _keeps(self, known: Binding, total: int) -> bool:
         """Does the session keep its slot, though its last turn ran in another one?
 
-        Its other, smaller request (an agent's title beside its chat) must not take the conversation's slot away.
+        Its other, smaller request (an agent's title beside its chat) must not take the slot away.
         """
         return known.ref is not None and (not self.slots.is_free(known.ref) or total < known.n_tokens // 2)
