@@ -128,6 +128,12 @@ class ShuttingDown(Refused):
     code, retry_after_s = "shutting_down", 5
 
 
+class KvRefused(RequestError):
+    """This node does not take the offered state; the message says why."""
+
+    code, http_status = "kv_refused", 409
+
+
 # -- upstream --------------------------------------------------------------------------------------
 class UpstreamError(ViiworkError):
     """An engine or a peer failed before its answer could be used."""

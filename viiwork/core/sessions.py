@@ -83,6 +83,11 @@ class SessionTable:
         for ref in [r for r in self._used_at if r.backend == backend]:
             del self._used_at[ref]
 
+    def emptied(self, ref: SlotRef) -> None:
+        """The slot holds nothing we know of any more (a failed restore empties it)."""
+        if ref in self._occupant:
+            self._forget_slot(ref)
+
     def node_gone(self, node: str) -> None:
         """A member left: sessions whose home it was have none now."""
         for key, binding in list(self._bindings.items()):
