@@ -1,4 +1,4 @@
-"""Opening a raw socket through a peer's API port: one upgrade request, one 101, then bytes are the worker's."""
+"""Opening a raw socket through a peer's API port: one upgrade request, one 101, then raw bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from viiwork.errors import ChannelRefused
 from viiwork.limits import (
@@ -22,8 +22,7 @@ PROTOCOL = "viiwork-kv/1"
 _READ_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class RawChannel:
+class RawChannel(NamedTuple):
     """A connected, blocking socket on which nothing was sent or received since the 101."""
 
     sock: socket.socket
@@ -108,11 +107,8 @@ def _request(where: str, path: str, headers: Mapping[str, str], body: bytes) -> 
 def _parse_head(head: bytes, where: str) -> tuple[int, dict[str, str]]:
     first, *lines = head.decode("latin-1").split("\r\n")
     parts = first.split(" ", 2)
-    if (
-        len(parts) < 2
-        or not parts[0].startswith("HTTP/1.")
-        or not (len(parts[1]) == 3 and parts[1].isdigit())
-    ):
+    is_http = len(parts) >= 2 and parts[0].startswith("HTTP/1.")
+    if not is_http or len(parts[1]) != 3 or not (parts[1].isascii() and parts[1].isdigit()):
         raise ChannelRefused(f"{where} answered the upgrade with {one_line(first)!r}")
     headers = {}
     for line in lines:

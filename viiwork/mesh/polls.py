@@ -149,9 +149,7 @@ class CapacityPoller:
                 body += chunk
                 if len(body) > CAPACITY_BODY_MAX_BYTES:
                     answer.close()
-                    raise BadReport(
-                        f"capacity report of {member.api} is over {CAPACITY_BODY_MAX_BYTES} bytes"
-                    )
+                    raise BadReport(f"{member.api}: capacity report over {CAPACITY_BODY_MAX_BYTES} bytes")
             return bytes(body)
 
 

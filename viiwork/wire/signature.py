@@ -116,8 +116,7 @@ class Verifier:
         ]
         if not any(fits):
             return Verdict(reason="signature does not match; the secret differs or the request was changed")
-        claimed = _get(headers, FORWARDED)
-        if claimed and claimed != signer:
+        if _get(headers, FORWARDED, signer) != signer:
             return Verdict(reason="signed by another node than the one it claims to come from")
         if reason := self._use(base64.urlsafe_b64decode(nonce_text + "=="), now):
             return Verdict(reason=reason)
@@ -148,7 +147,7 @@ def _b64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def _get(headers: Mapping[str, str], name: str) -> str:
+def _get(headers: Mapping[str, str], name: str, absent: str = "") -> str:
     """A header by name in any mapping: case-insensitive ones directly, plain dicts in either case."""
     value = headers.get(name)
-    return value if value is not None else headers.get(name.lower(), "")
+    return value if value is not None else headers.get(name.lower(), absent)
