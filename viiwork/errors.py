@@ -166,6 +166,40 @@ class MeshError(ViiworkError):
     code = "mesh"
 
 
+class BadReport(MeshError):
+    """A peer's capacity report cannot be believed."""
+
+    code = "bad_report"
+
+
+class DuplicateName(MeshError):
+    """Another node of the mesh bears this node's name already."""
+
+    code = "duplicate_name"
+
+
+class PortTaken(MeshError):
+    """The gossip port is in use; the message names port, protocol and, where known, the owner."""
+
+    code = "port_taken"
+
+
+class NoOwnAddress(MeshError):
+    """No address of this machine is fit for the mesh."""
+
+    code = "no_own_address"
+
+
+class ChannelRefused(MeshError):
+    """A peer did not open the raw channel; `status` is its HTTP status, 0 when no answer came."""
+
+    code = "channel_refused"
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class KvError(ViiworkError):
     """A KV state was not moved; `reason` is a short stable word that is counted and shown."""
 

@@ -17,6 +17,40 @@ SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1
 # -- engine ----------------------------------------------------------------------------------------
 
 # -- mesh ------------------------------------------------------------------------------------------
+NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names
+MEMBERS_MAX = 1024  # members kinship holds; 1,024 polls a second is more than one loop should do anyway
+DEPARTED_MAX = 256  # departed members still listed; about 300 B each
+DEPARTED_KEPT_S = 24 * 3600.0  # an operator finds yesterday's machine; longer would list old names for ever
+NAME_GRACE_S = 60.0  # a process younger than this gives up a contested name; the older one is the known one
+LEAVE_TIMEOUT_S = 5.0  # news of a leave spreads in well under a second; a lost network must not hold the stop
+MESH_PROBLEMS_MAX = 32  # problems shown in /v1/status; one line of at most 300 characters each
+MESH_PROBLEM_KEPT_S = 300.0  # a problem not seen for so long is over
+LOG_REPEAT_S = 60.0  # the same log line at most once a minute
+LOG_KEYS_MAX = 256  # different lines remembered for that; about 200 B each
+JOINS_AT_ONCE = 8  # joins in flight; a long seed list must not open hundreds of connections
+SEED_CANDIDATES_MAX = 1024  # addresses tried in one round of discovery
+DISCOVERY_TIMEOUT_S = 10.0  # a silent source of addresses must not hold the others' round
+PEER_CONNECT_S = 0.5  # a peer is in the same building or tailnet; slower is as good as down
+PEER_KEEPALIVE_S = 4.0  # engines and nodes close idle connections after 5 s; reuse must end before that
+CAPACITY_BODY_MAX_BYTES = 1 * MIB  # body of one capacity report; held while it is decoded
+CAPACITY_MODELS_MAX = 1024  # models in one report; about 400 B each, 400 KiB a member
+CAPACITY_COUNT_MAX = 1_000_000  # slots, busy, queued, backends; a sum over MEMBERS_MAX stays well in 64 bits
+CAPACITY_CTX_MAX_TOKENS = 2**31 - 1  # the engine counts tokens in 32 bits
+CAPACITY_TEXT_MAX_CHARS = 256  # version, engine, fingerprints
+MODEL_NAME_MAX_CHARS = 256  # paths with repository names are about 100
+RTT_ALPHA = 0.3  # weight of the newest round trip; the last seven or so matter
+SIGNATURE_SKEW_S = 120  # clocks without NTP drift seconds a week; wider lengthens the nonce cache
+NONCE_KEPT_S = 240.0  # a request dated +120 s stays valid for 240 s; a shorter memory would let it in twice
+NONCE_CACHE_MAX = 262_144  # 1,090 signed requests a second for 240 s; about 130 B each, 34 MB at worst
+SIGNER_MAX_CHARS = 300  # `viiwork-cli@<host name of 253>`
+CLAIM_LOG_MAX = 256  # names of unproven forwards remembered for once-a-minute logging; 150 B each
+CHANNEL_HEAD_MAX_BYTES = 16 * KIB  # head of the answer to an upgrade; ours are under 1 KiB
+CHANNEL_ERROR_MAX_BYTES = 4 * KIB  # body of a refused upgrade that is read for its message
+CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answers
+TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
+TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
+TAILSCALE_LOG_S = 10.0  # and say so, but not each time
+TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
 
 # -- kv --------------------------------------------------------------------------------------------
 
