@@ -13,11 +13,11 @@ SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it t
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
 
 # -- config ----------------------------------------------------------------------------------------
-CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; the whole file is held once, its tree 10 times that
+CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; held once while it is read
 CONFIG_MAX_DEPTH = 16  # the deepest key is 5 levels down; keeps recursion over the tree shallow
-CONFIG_MAX_NODES = 50_000  # scalars, lists and mappings counted with every alias written out; about 15 MiB of tree
-CONFIG_ECHO_MAX_CHARS = 48  # of a wrong value shown in an error, so that the line stays one line of a terminal
-DURATION_MAX_S = 30 * 86_400  # a longer one is a slip of the unit; microseconds stay exact in a float far beyond it
+CONFIG_MAX_NODES = 50_000  # of the tree, every alias written out; at most about 15 MiB, freed after loading
+CONFIG_ECHO_MAX_CHARS = 48  # of a wrong value shown in an error, which stays one line of a terminal
+DURATION_MAX_S = 30 * 86_400  # a longer one is a slip of the unit; a float holds its microseconds exactly
 INTERVAL_MIN_S = 0.01  # for repeated work: 100 rounds a second cost under 1 % of a core, less would spin
 SIZE_MAX_BYTES = 1 << 50  # 1 PiB, a slip of the unit beyond it
 COUNT_MAX = 1_000_000  # queue and history lengths: 264 B an event is 264 MB, all an operator can ask for

@@ -17,8 +17,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "check",
         help="validate a config file and print the config in effect",
-        description="Validates a config file. A valid one is printed with every default filled in (exit 0), what is "
-        "doubtful about it goes to standard error; of a wrong one the first fault is named (exit 2).",
+        description="Validates a config file. A valid one is printed with every default filled in (exit 0) "
+        "and what is doubtful goes to standard error; of a wrong one the first fault is named (exit 2).",
     )
     default = default_config_path()
     parser.add_argument("--config", type=Path, default=default, metavar="PATH", help=f"default {default}")

@@ -43,8 +43,8 @@ def _refuse_v1(document: Mapping) -> None:
     keys = {entry.key: entry.line for entry in document.entries}
     for name in V1_SECTIONS:
         if name in keys:
-            got = f"the section {name} of a viiwork 1.x file; write the file anew"
-            raise Fault(name, "a viiwork 2 config", got, line=keys[name])
+            got = "a viiwork 1.x file, whose keys mean other things; write it anew"
+            raise Fault(name, "a config of this version", got, line=keys[name])
 
 
 def _section(node: Mapping, cls: type[_S], path: str, lines: dict[str, int]) -> _S:
@@ -153,7 +153,7 @@ def _boolean(text: str) -> bool:
 
 
 def _null_hint(kind: Any) -> str:
-    return ' (quote it to mean the text, "" for an empty one)' if kind is str else " (leave the key out)"
+    return ' (quote it to mean the text, "" for an empty one)' if kind is str else " (leave it out)"
 
 
 def _in_words(kind: Any) -> str:

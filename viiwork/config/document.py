@@ -124,7 +124,7 @@ class _Builder:
         """The node that starts with `event`, and the levels below it."""
         line = _line(event)
         if isinstance(event, yaml.AliasEvent):
-            return self._alias(event.anchor, path, line, depth)
+            return self._alias(str(event.anchor), path, line, depth)
         if event.tag is not None:
             raise Fault(path, "plain YAML without tags", f"the tag {shown(event.tag)}", line=line)
         if depth >= CONFIG_MAX_DEPTH:

@@ -14,7 +14,7 @@ from viiwork.config.document import parse_document
 from viiwork.config.fault import Fault, printable
 from viiwork.config.model import Config
 from viiwork.config.rules import check_rules
-from viiwork.config.secrets import MeshSecrets, read_secrets
+from viiwork.config.secrets import MeshSecrets, read_secrets, refuse_in_file
 from viiwork.errors import ConfigError
 from viiwork.limits import CONFIG_FILE_MAX_BYTES
 
@@ -39,16 +39,22 @@ def load_config(path: Path, env: Mapping[str, str]) -> LoadedConfig:
 
 def parse_config(data: bytes, file: str, env: Mapping[str, str]) -> LoadedConfig:
     """As `load_config`, of bytes that were read already; `file` is what errors call them."""
-    line_of = {"": 1}.get
     try:
         converted = convert(parse_document(data))
-        line_of = converted.line_of  # type: ignore[assignment]
-        warnings = check_rules(converted.config)
-        secrets = read_secrets(converted.config.mesh, env)
     except Fault as fault:
-        line = fault.line or line_of(fault.path)
-        raise ConfigError(f"{printable(file)}:{line}: {fault}") from None
-    return LoadedConfig(converted.config, secrets, tuple(warnings))
+        raise _said(file, fault.line, fault) from None
+    config = converted.config
+    try:
+        warnings = check_rules(config)
+        secrets = read_secrets(config.mesh, env)
+        refuse_in_file(config.mesh, env, data)
+    except Fault as fault:
+        raise _said(file, fault.line or converted.line_of(fault.path), fault) from None
+    return LoadedConfig(config, secrets, tuple(warnings))
+
+
+def _said(file: str, line: int, fault: Fault) -> ConfigError:
+    return ConfigError(f"{printable(file)}:{line}: {fault}")
 
 
 def _read(path: Path) -> bytes:

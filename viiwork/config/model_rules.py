@@ -13,8 +13,8 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "
 _PLAIN_CACHE_TYPES = ("f32", "f16", "bf16")
 # What the node decides for a backend; an operator's argument comes last and would win.
 _NODES_OWN_ARGS = frozenset(
-    "-m --model -a --alias --host --port -c --ctx-size -np --parallel --slot-save-path --api-key --api-key-file "
-    "--api-prefix --no-slots".split()
+    ("-m", "--model", "-a", "--alias", "--host", "--port", "-c", "--ctx-size", "-np", "--parallel")
+    + ("--slot-save-path", "--no-slots", "--api-key", "--api-key-file", "--api-prefix")
 )
 
 
@@ -102,7 +102,5 @@ def _cache_types(path: str, llamacpp: LlamacppSection) -> None:
         if getattr(llamacpp, key) not in CACHE_TYPES:
             raise Fault(f"{path}.{key}", f"one of {', '.join(CACHE_TYPES)}", shown(getattr(llamacpp, key)))
     if llamacpp.flash_attn == "off" and llamacpp.cache_type_v not in _PLAIN_CACHE_TYPES:
-        expected = (
-            f"{', '.join(_PLAIN_CACHE_TYPES)} while flash_attn is off (llama.cpp needs it for the rest)"
-        )
+        expected = f"{', '.join(_PLAIN_CACHE_TYPES)} while flash_attn is off (the rest needs it)"
         raise Fault(f"{path}.cache_type_v", expected, llamacpp.cache_type_v)

@@ -12,7 +12,7 @@ from viiwork.config.scalars import format_decimal, format_duration, format_size
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 # Words that other YAML readers would not take for text.
-_NOT_TEXT = frozenset("null true false yes no on off y n".split())
+_NOT_TEXT = frozenset(("null", "true", "false", "yes", "no", "on", "off", "y", "n"))
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 
 

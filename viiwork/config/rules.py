@@ -67,9 +67,7 @@ def _mesh(config: Config, warnings: list[str]) -> None:
     if mesh.advertise:
         _advertise(config, warnings)
     if mesh.open and mesh.network == "lan":
-        warnings.append(
-            "mesh.open: everyone on this network may join the mesh, and membership is not encrypted"
-        )
+        warnings.append("mesh.open: everyone on this network may join, and membership is not encrypted")
 
 
 def _advertise(config: Config, warnings: list[str]) -> None:
@@ -79,9 +77,7 @@ def _advertise(config: Config, warnings: list[str]) -> None:
         warnings.append(f"mesh.advertise {mesh.advertise} is loopback: only nodes on this machine can join")
         return
     if addresses.ip_literal("api.host", api.host).is_loopback:
-        warnings.append(
-            f"api.host {api.host} is loopback: the peers of {mesh.advertise} cannot reach this node"
-        )
+        warnings.append(f"api.host {api.host} is loopback: peers cannot reach this node")
     if mesh.open and not addresses.in_open_ranges(address):
         warnings.append(f"mesh.advertise {mesh.advertise} is a public address, which an open mesh refuses")
 

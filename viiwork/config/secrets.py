@@ -21,7 +21,7 @@ class MeshSecrets:
 
 
 def read_secrets(mesh: MeshSection, env: Mapping[str, str]) -> MeshSecrets:
-    """The secrets of a secured mesh, none of an open one; raises `Fault` when the config says both or neither."""
+    """The secrets of a secured mesh, none of an open one; raises `Fault` for both and for neither."""
     current = _decoded("mesh.secret_env", mesh.secret_env, env)
     previous = _decoded("mesh.secret_prev_env", mesh.secret_prev_env, env)
     if mesh.open and current is not None:
@@ -55,3 +55,15 @@ def _decoded(path: str, variable: str, env: Mapping[str, str]) -> bytes | None:
     if len(secret) != SECRET_BYTES:
         raise Fault(path, expected, f"{len(secret)} bytes")
     return secret
+
+
+def refuse_in_file(mesh: MeshSection, env: Mapping[str, str], data: bytes) -> None:
+    """Raises `Fault` when a secret of the environment also stands in the file, which is shown and shared."""
+    for variable in (mesh.secret_env, mesh.secret_prev_env):
+        text = env.get(variable, "").strip().encode(errors="surrogateescape")
+        at = data.find(text) if text else -1
+        if at >= 0:
+            line = data.count(b"\n", 0, at) + 1
+            raise Fault(
+                "mesh.secret_env", f"the secret in {variable} alone", "it in this file too", line=line
+            )
