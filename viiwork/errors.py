@@ -160,6 +160,18 @@ class EngineError(ViiworkError):
     code = "engine"
 
 
+class EngineUsageError(EngineError):
+    """The command for an engine cannot work as configured; trying again changes nothing."""
+
+    code = "engine_usage"
+
+
+class ModelFileError(EngineError):
+    """A model file is missing, incomplete or not a GGUF file."""
+
+    code = "model_file"
+
+
 class MeshError(ViiworkError):
     """Membership or a peer conversation failed."""
 
