@@ -12,7 +12,18 @@ from viiwork.limits import SSE_LINE_MAX_BYTES, SSE_TAIL_BYTES
 
 # A chunk without any of these after the first content can only be more content. Inside JSON strings
 # quotes are escaped, so these rarely match by accident, and a match only means a closer look.
-_TELLING = (b'"timings"', b'"usage"', b'[DONE]', b'"error"', b"error:", b"_stop", b"response.", b'"stop":true')
+_TELLING = (
+    b'"timings"',
+    b'"usage"',
+    b"[DONE]",
+    b'"error"',
+    b"error:",
+    b"message_stop",
+    b'"stop":true',
+    b"response.completed",
+    b"response.incomplete",
+    b"response.failed",
+)
 _TIMINGS = re.compile(rb'"timings"\s*:\s*(\{[^{}]*\})')
 _USAGE = re.compile(rb'"usage"\s*:\s*(\{(?:[^{}]|\{[^{}]*\})*\})')
 _SPOKEN = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "refusal")
