@@ -25,6 +25,8 @@ UPSTREAM_IDLE_S = 4.0  # a kept-alive connection to an engine; llama.cpp closes 
 UPSTREAM_IDLE_MAX = 256  # such connections kept in all, about 20 KiB each
 REFUSAL_DRAIN_BYTES = 64 * KIB  # read of a refusal so that its connection can be used again
 REFUSAL_DRAIN_S = 1.0  # and for how long
+CHANNEL_OFFER_MAX_BYTES = 64 * KIB  # of a kv channel's opening request
+CHANNEL_OFFER_S = 5.0  # for it to come
 PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long broke off
 
 # -- core ------------------------------------------------------------------------------------------

@@ -25,14 +25,21 @@ HOP_BY_HOP = frozenset(
 # Rebuilt for each hop, or of no meaning behind this node. Without `Accept-Encoding` engines answer
 # uncompressed, which the scanner can read.
 _OWN_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"accept-encoding"}
-_OWN_ANSWER = HOP_BY_HOP | {b"content-length", b"date"}
+_OWN_ANSWER = HOP_BY_HOP | {b"content-length"}
 _VIIWORK = b"x-viiwork-"
 _CORS = b"access-control-"
 _KV_SHARE = KV_SHARE_HEADER.lower().encode()
 
 
 def request_head(
-    raw: RawHeaders, *, method: str, path_qs: str, host: str, body_bytes: int, extra: Mapping[str, str], peer: bool
+    raw: RawHeaders,
+    *,
+    method: str,
+    path_qs: str,
+    host: str,
+    body_bytes: int,
+    extra: Mapping[str, str],
+    peer: bool,
 ) -> bytes:
     """Head of the request to an engine, or to a peer; with one clean `Content-Length` of its own."""
     dropped = _named_by_connection(raw)

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientError
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_writer import HttpVersion11
+from aiohttp.streams import StreamReader
 
 from viiwork.api.headers import RawHeaders, answer_headers, header
 from viiwork.api.upstream import Answer
@@ -72,59 +73,66 @@ async def relay(
     watch: StreamScanner | _BodyWatch = StreamScanner() if streamed else _BodyWatch()
     body = answer.body
     now = asyncio.get_running_loop().time
+    whole = False
     try:
-        if has_body and not body.is_eof() and not body._buffer:
-            # Nothing of the body is there yet: the head must not wait for it.
-            writer.write(b"")
+        chunk = body.read_nowait()
         while True:
-            try:
-                chunk = await body.readany()
-            except (OSError, ClientError, HttpProcessingError) as error:
-                passed.detail = f"the upstream broke off: {error or type(error).__name__}"
-                break
             if chunk:
                 watch.feed(chunk)
                 if passed.first_content_at is None and watch.content_seen:
                     passed.first_content_at = now()
             if body.at_eof():
-                if body.exception() is not None:
-                    writer.write(chunk)
-                    continue
                 writer.end(chunk)
-                passed.result, passed.keep_alive = "done", keep_alive
-                passed.usage = watch.usage
-                return
-            writer.write(chunk)
+                whole = True
+                break
+            writer.write(chunk)  # also without a piece at first: the head must not wait for the body
             await writer.drain()
-    except ConnectionError:
-        passed.result, passed.detail = "client_gone", "the client left"
-        return
-    except TimeoutError:
-        passed.result, passed.detail = "client_gone", "the client stopped reading"
-        abort(request)
-        return
+            chunk = await body.readany()
+    except (ClientError, HttpProcessingError, OSError) as error:
+        if writer.client_left:
+            passed.result, passed.detail = "client_gone", "the client left"
+        elif isinstance(error, TimeoutError):
+            passed.result, passed.detail = "client_gone", "the client stopped reading"
+            cut(request, reset=True)
+        else:
+            passed.detail = f"{error or type(error).__name__}".partition("\n")[0]
+            _break_off(request, writer, watch, body, path, passed, framed=chunked or bool(length))
     finally:
         passed.usage = watch.usage
-    # Broken upstream: the client must not take what it has for the whole.
-    if isinstance(watch, StreamScanner):
-        if watch.finished:
-            passed.result, passed.detail = "done", "the upstream closed after the end marker"
-            abort(request)
-            return
-        if watch.at_boundary and not watch.error_seen and not writer.abrupt:
-            try:
-                writer.write(_error_event(path, passed.detail))
-                close(request)
-                return
-            except ConnectionError:
-                pass
-    abort(request)
+    if whole:
+        passed.result, passed.keep_alive = "done", keep_alive
+
+
+def _break_off(
+    request: web.BaseRequest,
+    writer: _Writer,
+    watch: StreamScanner | _BodyWatch,
+    body: StreamReader,
+    path: str,
+    passed: Passed,
+    *,
+    framed: bool,
+) -> None:
+    """The upstream broke in its body: the client must not take what it has for the whole."""
+    try:
+        rest = body._read_nowait(-1)  # came before the break; the public readers only repeat the error
+        if rest:
+            watch.feed(rest)
+            writer.write(rest)
+        if isinstance(watch, StreamScanner):
+            if watch.finished:
+                passed.result = "done"
+            elif watch.at_boundary and not watch.error_seen and framed:
+                writer.write(_error_event(path))
+    except ConnectionError:
+        passed.result = "client_gone"
+    cut(request, reset=not framed)
 
 
 class _Writer:
     """Frames a body for the client and writes it at once."""
 
-    __slots__ = ("_chunked", "_head", "_passed", "_request", "_transport", "abrupt")
+    __slots__ = ("_chunked", "_head", "_passed", "_request", "_transport", "client_left")
 
     def __init__(self, request: web.BaseRequest, head: bytes, chunked: bool, passed: Passed) -> None:
         self._request = request
@@ -132,7 +140,7 @@ class _Writer:
         self._head = head  # not sent yet when not empty
         self._chunked = chunked
         self._passed = passed
-        self.abrupt = not chunked  # only chunked framing shows where a closed connection stopped short
+        self.client_left = False
 
     def write(self, chunk: bytes) -> None:
         if self._chunked and chunk:
@@ -148,6 +156,7 @@ class _Writer:
     def _send(self, data: bytes) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
+            self.client_left = True
             raise ConnectionResetError("the client left")
         if self._head:
             data, self._head = self._head + data, b""
@@ -159,7 +168,11 @@ class _Writer:
         """Wait while the client reads too slowly; raises `TimeoutError` when it reads nothing."""
         if self._request.protocol.writing_paused:
             async with asyncio.timeout(WRITE_STALL_S):
-                await self._request.writer.drain()
+                try:
+                    await self._request.writer.drain()
+                except ConnectionError:
+                    self.client_left = True
+                    raise
 
 
 class _BodyWatch:
@@ -184,10 +197,17 @@ class _BodyWatch:
         return usage_of_tail(self._tail) if self._cut else usage_of_body(self._tail)
 
 
-def abort(request: web.BaseRequest) -> None:
-    """Close with a reset: also a client that reads until the end must see that this is none."""
+def cut(request: web.BaseRequest, *, reset: bool) -> None:
+    """Close a connection whose answer is not whole.
+
+    What is written goes out first, and framing shows that the end is missing. A body framed by the
+    close alone needs a `reset`, or it would look whole.
+    """
     transport = request.transport
     if transport is None:
+        return
+    if not reset:
+        transport.close()
         return
     sock = transport.get_extra_info("socket")
     try:
@@ -197,21 +217,13 @@ def abort(request: web.BaseRequest) -> None:
     transport.abort()
 
 
-def close(request: web.BaseRequest) -> None:
-    """Send what is written, then close."""
-    if request.transport is not None:
-        request.transport.close()
-
-
-def _error_event(path: str, message: str) -> bytes:
+def _error_event(path: str) -> bytes:
     """An error as the endpoint's clients know it, without an end marker after it."""
-    value = error_body(message, "server_error", "upstream_broken")
+    message = "the upstream broke off in the middle of its answer"
     if path == "/v1/messages":
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(
-            {"type": "error", "error": {"type": "api_error", "message": message}}
-        )
+        value = {"type": "error", "error": {"type": "api_error", "message": message}}
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(value)
     if path == "/v1/responses":
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(
-            {"type": "error", "code": "upstream_broken", "message": message}
-        )
-    return b"data: %b\n\n" % msgspec.json.encode(value)
+        event = {"type": "error", "code": "upstream_broken", "message": message}
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
+    return b"data: %b\n\n" % msgspec.json.encode(error_body(message, "server_error", "upstream_broken"))

@@ -104,7 +104,9 @@ class ClientConnection(RequestHandler):
 class ClientServer(web.Server):
     """Makes a `ClientConnection` of each accepted socket."""
 
-    def __init__(self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S
+    ) -> None:
         super().__init__(cast(Any, handler), handler_cancellation=True)
         self._make = lambda: ClientConnection(
             self,
@@ -128,7 +130,7 @@ class Sent(web.StreamResponse):
     """Tells aiohttp that a handler has written its answer itself."""
 
     def __init__(self, keep_alive: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._keep_alive = keep_alive
 
     async def prepare(self, request: web.BaseRequest) -> None:

@@ -169,8 +169,10 @@ class Upstreams:
                 transport.write(body)
             while True:
                 message, payload = await connection.read()
-                if message.code >= 200 or message.code == 101:
+                if message.code >= 200:
                     return Answer(message, payload, connection)
+                if message.code == 101:
+                    raise UpstreamError(f"{_text(connection.address)} switches protocols unasked")
         except HttpProcessingError as error:
             connection.abort()
             raise UpstreamError(f"the answer is not HTTP: {error.message}") from error
