@@ -64,6 +64,18 @@ class MethodNotAllowed(RequestError):
     code, http_status = "method_not_allowed", 405
 
 
+class UnsupportedBody(RequestError):
+    """The body is compressed or not JSON by its own declaration."""
+
+    code, http_status = "unsupported_body", 415
+
+
+class BodyTimeout(RequestError):
+    """The client stopped sending in the middle of its request."""
+
+    code, http_status = "body_timeout", 408
+
+
 class NotFound(RequestError):
     code, type, http_status = "not_found", "not_found", 404
 
@@ -132,6 +144,12 @@ class KvRefused(RequestError):
     """This node does not take the offered state; the message says why."""
 
     code, http_status = "kv_refused", 409
+
+
+class TooManyBodies(Refused):
+    """The request bodies held at once reached their cap."""
+
+    code = "too_many_bodies"
 
 
 # -- upstream --------------------------------------------------------------------------------------

@@ -61,8 +61,7 @@ class Importer:
         self._no_reuse: dict[str, int] = {}  # model -> imports in a row of which nothing was reused
 
     async def prepare(self, grant: Grant) -> None:
-        """Restore the session's newer state into the granted slot, if there is one; never raises for faults.
-        """
+        """Restore the session's newer state into the granted slot, if there is one; never raises for faults."""
         ask = grant.ask
         if ask.session is None or grant.slot is None:
             return
@@ -168,11 +167,18 @@ class Importer:
     def _failed(self, grant: Grant, replica: Replica, ref: SlotRef, reason: str, message: str) -> None:
         self._stats.imports.failed[reason] += 1
         self._stats.transferred("import", failed=reason, session=replica.key[0][:8], model=replica.key[1])
-        log.warning("kv_share.not_imported session=%s model=%s: %s", replica.key[0][:8], replica.key[1],
-        message) self._imports[grant.lease] = _Import(replica, failed=reason) # Whatever the slot held may be
-        gone: a failed restore empties it. grant.expected_tokens = 0 self._dispatcher.sessions.emptied(ref) if
-        reason in _SPOILED:
+        log.warning("kv_share.not_imported session=%s model=%s: %s", *_short(replica), message)
+        self._imports[grant.lease] = _Import(replica, failed=reason)
+        # Whatever the slot held may be gone: a failed restore empties it.
+        grant.expected_tokens = 0
+        self._dispatcher.sessions.emptied(ref)
+        if reason in _SPOILED:
             self._replicas.remove(replica.name)
+
+
+def _short(replica: Replica) -> tuple[str, str]:
+    session, model = replica.key
+    return session[:8], model
 
 
 def _reason_of(error: BaseException) -> str:

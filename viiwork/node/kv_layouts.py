@@ -89,7 +89,7 @@ class EngineLayouts:
         return dict(self._why_not)
 
     def not_portable(self, model: str, why: str) -> None:
-        """Experience showed that restoring gives no reuse: stop sharing this model until its engine restarts."""
+        """Restoring proved to give no reuse: stop sharing this model until its engine restarts."""
         self._why_not[model] = why
         for backend in [b for b, known in self._known.items() if known.view.model == model]:
             del self._known[backend]
