@@ -20,7 +20,9 @@ SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1
 
 # -- kv --------------------------------------------------------------------------------------------
 KV_STATE_MAX_BYTES = 256 * GIB  # one save-file; a larger claim is refused before anything is allocated
-KV_TOKENS_MAX = 4 * 1024 * 1024  # tokens of one save-file; its cell list is read whole: 48 MiB of bytes at worst
+KV_TOKENS_MAX = (
+    4 * 1024 * 1024
+)  # tokens of one save-file; its cell list is read whole: 48 MiB of bytes at worst
 KV_STREAMS_MAX = 256  # slots of one engine; llama.cpp's own limit of parallel sequences
 KV_LAYERS_MAX = 1024  # cache layers of one state; the largest models have about 130. 16 KiB a plane list
 KV_ROW_MAX_BYTES = 16 * MIB  # one row of one layer; real ones are 0.5-64 KiB

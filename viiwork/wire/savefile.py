@@ -141,7 +141,6 @@ class _Kv:
     n_stream: int
     stream: int = -1
     cells: int = 0
-    full_streams: int = 0
     meta_offset: int = 0
     data_offset: int = 0
     v_trans: bool = False
@@ -159,7 +158,7 @@ def parse(pread: PRead, total: int, *, n_vocab: int = 0) -> SaveInfo:
     if total > KV_STATE_MAX_BYTES:
         raise SaveFileError("too_large", f"a save-file of {total} bytes is over the limit")
     tokens, state = _tokens(_Cursor(pread, total, 0))
-    found = [(name, ext, parts) for name, ext, parts in _readings(pread, total, state)]
+    found = list(_readings(pread, total, state))
     if not found:
         raise SaveFileError("bad_file", "no known memory layout ends where the file ends")
     if len(found) > 1:
@@ -293,9 +292,10 @@ def _kv(cursor: _Cursor, ext: bool, has_v: bool) -> _Kv:
         cells = cursor.u32()
         if cells == 0:
             continue
-        if cells > KV_TOKENS_MAX:
+        # A save is of one slot; more full streams would only make a crafted file slow to refuse.
+        if cells > KV_TOKENS_MAX or kv.cells:
             raise _Misfit("cells")
-        kv.stream, kv.cells, kv.full_streams = stream, cells, kv.full_streams + 1
+        kv.stream, kv.cells = stream, cells
         kv.meta_offset = cursor.skip(cells * (24 if ext else 12))
         kv.data_offset = cursor.offset
         v_trans, n_layer, rot_k, rot_v = struct.unpack("<4I", cursor.bytes(16))
@@ -373,8 +373,6 @@ def _end(cursor: _Cursor) -> None:
 
 def _check_cells(pread: PRead, kv: _Kv, n_tokens: int) -> int:
     """Check the cell list of a dense cache; the sequence id it names."""
-    if kv.full_streams != 1:
-        raise SaveFileError("bad_file", f"{kv.full_streams} streams hold cells, must be one")
     if kv.cells != n_tokens:
         raise SaveFileError("bad_file", f"{n_tokens} tokens but {kv.cells} cells")
     words = struct.unpack(f"<{3 * kv.cells}i", pread(kv.meta_offset, 12 * kv.cells))
