@@ -380,7 +380,7 @@ def _check_cells(pread: PRead, kv: _Kv, n_tokens: int) -> int:
         raise SaveFileError("bad_file", "positions are not 0 to n-1, each once")
     if set(words[1::3]) != {1} or len(set(words[2::3])) != 1:
         raise SaveFileError("bad_file", "cells belong to more than one sequence")
-    seq_id = words[2]
+    seq_id: int = words[2]
     if not 0 <= seq_id < KV_STREAMS_MAX:
         raise SaveFileError("bad_file", f"sequence id {seq_id}")
     return seq_id
