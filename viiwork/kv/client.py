@@ -56,7 +56,7 @@ class KvStats:
 
 
 class KvWorker:
-    """One worker process. Jobs raise `KvError`; its `reason` is `worker_died` when the process ended under them.
+    """One worker process. Jobs raise `KvError`; reason `worker_died` = the process ended under them.
 
     `on_lost` is called each time the process ended by itself: every replica it held is gone.
     """
@@ -311,13 +311,9 @@ class KvWorker:
     async def _drain_log(self, process: asyncio.subprocess.Process) -> None:
         """Log what the process writes until it ends."""
         assert process.stderr is not None
-        ended = asyncio.create_task(process.wait())
-        try:
-            while line := await _line(process.stderr):
-                log.warning("worker.said %s", line)
-            await ended
-        finally:
-            ended.cancel()
+        while line := await _line(process.stderr):
+            log.warning("worker.said %s", line)
+        await process.wait()
         log.warning("worker.ended code=%s", process.returncode)
 
     async def _reap(self) -> None:
@@ -356,6 +352,7 @@ class KvWorker:
                 data = b""
             if not data:
                 self._close_control()
+                self._kill()  # whatever is left of it serves nobody
                 self._fail_all("worker_died")
                 return
             reply = jobs.unpack_reply(data)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from viiwork.errors import ChannelError, KvError
 from viiwork.kv.jobs import ReceiveGrant, SendJob
@@ -95,7 +95,7 @@ class Link:
         self._expect_seq = 0
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
-        if sock.family != socket.AF_UNIX:
+        with suppress(OSError):  # not a TCP socket
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         cancel.watch(self._wake)
 

@@ -41,6 +41,7 @@ class Pipeline(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread by `close`
             self._error = error
         finally:
+            self._stopped = True
             self._empty.put(None)
             self._full.put(None)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-
 from viiwork.errors import KvError
 from viiwork.kv import jobs
 from viiwork.kv.files import open_save, pread_of
@@ -180,7 +179,7 @@ def _on_parent_death(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _tie_to(parent: int) -> None:
-    """Hear of the parent's death by signal as well; the control socket's end alone needs every copy closed."""
+    """Hear of the parent's death by signal too: the control socket ends only when every copy is closed."""
     signal.signal(signal.SIGHUP, _on_parent_death)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
