@@ -244,3 +244,9 @@ class SaveFileError(KvError):
     """A save-file is not what it should be."""
 
     code = "save_file"
+
+
+class ChannelError(KvError):
+    """The peer of a KV channel broke the protocol, or its proof is wrong."""
+
+    code = "kv_channel"
