@@ -49,6 +49,12 @@ class ConfigError(UsageError):
     code = "config"
 
 
+class StateDirError(ViiworkError):
+    """A folder the node needs cannot be used."""
+
+    code = "state_dir"
+
+
 # -- requests --------------------------------------------------------------------------------------
 class RequestError(ViiworkError):
     """The client's request is wrong."""

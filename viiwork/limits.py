@@ -51,7 +51,7 @@ CONTEXT_MAX_TOKENS = (1 << 31) - 1  # tokens of all slots of a backend; llama.cp
 GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pinning environment
 THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
 RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
-KV_REPLICAS_MAX = 16  # peers that hold a copy of a session
+KV_COPIES_MAX = 16  # peers that hold a copy of a session
 KV_WORKERS_MAX = 16  # processes that move KV bytes; two fill 10 Gb/s
 
 # -- engine ----------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shorte
 KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
 # -- node ------------------------------------------------------------------------------------------
-REPLICAS_MAX = 1024  # replicas known by session; about 500 B each, 0.5 MiB (their bytes: kv_share.memory)
+ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
 KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
 KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker

@@ -241,6 +241,7 @@ class Inference:
         address, host = _place(grant.url)
         proof: dict[str, str] = {}
         if grant.is_forward:
+            address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
         elif wanted.pinnable and grant.slot is not None:
             body = pin(body, grant.slot)
@@ -350,4 +351,4 @@ def _place(url: str) -> tuple[Address, str]:
     host, port = parsed.host, parsed.port
     if host is None or port is None:
         raise UpstreamUnreachable(f"{url} is no address")
-    return (host, port), parsed.authority
+    return Address(host, port), parsed.authority

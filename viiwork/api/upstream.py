@@ -15,7 +15,7 @@ import sys
 import termios
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from aiohttp.client_exceptions import ClientError
 from aiohttp.client_proto import ResponseHandler
@@ -38,7 +38,13 @@ from viiwork.limits import (
 _READ_BYTES = 64 * KIB  # the body reader pauses the socket at twice this
 _SO_NWRITE = 0x1024  # macOS: bytes in the send buffer the other side has not acknowledged
 
-Address = tuple[str, int]
+
+class Address(NamedTuple):
+    """Where a connection goes to, and which of our addresses it comes from ("" = any)."""
+
+    host: str
+    port: int
+    source_ip: str = ""
 
 
 class Connection(ResponseHandler):
@@ -131,7 +137,7 @@ class Upstreams:
             connection = await self._connect(address, loop)
         answer = await self._try(connection, head, body)
         if answer is None:
-            raise UpstreamUnreachable(f"{address[0]}:{address[1]} closed the connection unread")
+            raise UpstreamUnreachable(f"{_text(address)} closed the connection unread")
         return answer
 
     def give_back(self, answer: Answer) -> None:
@@ -189,13 +195,16 @@ class Upstreams:
         try:
             async with asyncio.timeout(self._connect_s):
                 transport, connection = await loop.create_connection(
-                    lambda: Connection(loop, address), address[0], address[1]
+                    lambda: Connection(loop, address),
+                    address.host,
+                    address.port,
+                    local_addr=(address.source_ip, 0) if address.source_ip else None,
                 )
         except TimeoutError:
             raise UpstreamUnreachable(f"{_text(address)} does not answer") from None
         except OSError as error:
             raise UpstreamUnreachable(f"{_text(address)}: {error.strerror or error}") from error
-        if not address[0].startswith("127."):
+        if not address.host.startswith("127."):
             _notice_dead_peer(transport)
         return connection
 
@@ -237,7 +246,7 @@ class Upstreams:
 
 
 def _text(address: Address) -> str:
-    host, port = address
+    host, port, _ = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

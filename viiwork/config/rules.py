@@ -113,7 +113,7 @@ def _kv_share(kv_share: KvShareSection) -> None:
         checks.absolute_path("kv_share.dir", kv_share.dir)
     if kv_share.memory <= 0:
         raise Fault("kv_share.memory", "more than 0 (enabled: false turns sharing off)", str(kv_share.memory))
-    checks.between("kv_share.replicas", kv_share.replicas, 1, limits.KV_REPLICAS_MAX)
+    checks.between("kv_share.replicas", kv_share.replicas, 1, limits.KV_COPIES_MAX)
     checks.between("kv_share.min_tokens", kv_share.min_tokens, 1, limits.CONTEXT_MAX_TOKENS)
     checks.between("kv_share.workers", kv_share.workers, 1, limits.KV_WORKERS_MAX)
     if isinstance(kv_share.direct, tuple):

@@ -12,7 +12,6 @@ from viiwork.config.model import Config
 from viiwork.core.capacity import CapacityReport, FleetModel, KvIdentity, ModelCapacity, fleet_capacity
 from viiwork.engine.supervisor import BackendView
 from viiwork.limits import MIB
-from viiwork.mesh.membership import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.version import VERSION
 from viiwork.wire.capacity import encode_report, fleet_json
@@ -31,7 +30,7 @@ class NodeFacts:
         dispatcher: Dispatcher,
         *,
         backends: Callable[[], Sequence[BackendView]],
-        members: Callable[[], Sequence[Member]],
+        addr: Callable[[], str],
         kv_identity: Callable[[str], KvIdentity | None],
         sections: dict[str, Sections],
     ) -> None:
@@ -41,11 +40,10 @@ class NodeFacts:
         self._config = config
         self._dispatcher = dispatcher
         self._backends = backends
-        self._members = members
+        self._addr = addr
         self._kv_identity = kv_identity
         self._sections = sections
         self._started_at = time.monotonic()
-        self.addr = ""  # set once the mesh knows its own address
 
     # -- api.ports.Facts -----------------------------------------------------------------------------
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -99,7 +97,7 @@ class NodeFacts:
             "node": self.name,
             "node_id": self._node_id,
             "ver": VERSION,
-            "addr": self.addr,
+            "addr": self._addr(),
             "api_port": self._config.api.port,
             "uptime_s": self._uptime_s(),
             "host_mem_total_mb": memory.total // MIB,

@@ -61,7 +61,7 @@ class Importer:
         self._no_reuse: dict[str, int] = {}  # model -> imports in a row of which nothing was reused
 
     async def prepare(self, grant: Grant) -> None:
-        """Restore the session's newer state into the granted slot, if there is one; never raises for faults."""
+        """Restore the session's newer state into the granted slot, if any; faults are counted, not raised."""
         ask = grant.ask
         if ask.session is None or grant.slot is None:
             return

@@ -61,9 +61,9 @@ class EngineLayouts:
         self,
         worker: KvWorker,
         fingerprint: Callable[[str], Awaitable[bytes]],
-        client_of: Callable[[str], SlotsClient],
+        client_of: Callable[[str, int], SlotsClient],
     ) -> None:
-        """`fingerprint` takes a model's name, `client_of` an engine's base URL."""
+        """`fingerprint` takes a model's name, `client_of` an engine's base URL and slot count."""
         self._worker = worker
         self._fingerprint = fingerprint
         self._client_of = client_of
@@ -117,7 +117,7 @@ class EngineLayouts:
 
     async def _learn(self, view: BackendView, save_dir: Path) -> None:
         assert view.url is not None
-        client = self._client_of(view.url)
+        client = self._client_of(view.url, view.n_slots)
         name = f"probe-{uuid.uuid4().hex}"
         try:
             model_fp = await self._fingerprint(view.model)

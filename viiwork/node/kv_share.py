@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from viiwork.config.model import KvShareSection
@@ -14,7 +15,7 @@ from viiwork.core.turn import Grant, Outcome
 from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView
 from viiwork.kv.client import KvWorker
-from viiwork.limits import REPLICAS_MAX
+from viiwork.limits import KV_REPLICAS_MAX
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer, key_of
@@ -36,12 +37,12 @@ class KvShare:
         origins: MeshOrigins,
         dispatcher: Dispatcher,
         fingerprint: Callable[[str], Awaitable[bytes]],
-        client_of: Callable[[str], SlotsClient],
+        client_of: Callable[[str, int], SlotsClient],
     ) -> None:
         self._config = config
         self._worker = worker
         self._stats = KvStats()
-        self._replicas = ReplicaTable(REPLICAS_MAX)
+        self._replicas = ReplicaTable(KV_REPLICAS_MAX)
         self._layouts = EngineLayouts(worker, fingerprint, client_of)
         gates = EngineGates()
         self._pusher = Pusher(config, peers, dispatcher, self._layouts, worker, gates, self._stats)
@@ -103,4 +104,4 @@ class KvShare:
         body["memory_bytes"] = int(self._config.memory)
         if why_not := self._layouts.why_not():
             body["not_portable"] = why_not
-        return body | self._stats.as_json() | {"worker": self._worker.stats_json()}
+        return body | self._stats.as_json() | {"worker": asdict(self._worker.stats())}
