@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from viiwork.config.fault import Fault, joined, shown
+from viiwork.config.fault import Fault, joined, printable, shown
 from viiwork.limits import CONFIG_FILE_MAX_BYTES, CONFIG_MAX_DEPTH, CONFIG_MAX_NODES
 
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
@@ -68,7 +68,7 @@ def parse_document(data: bytes) -> Mapping:
     except yaml.MarkedYAMLError as error:
         raise _syntax_fault(error, text) from None
     except yaml.YAMLError as error:
-        raise Fault("", "valid YAML", str(error).splitlines()[0], line=1) from None
+        raise Fault("", "valid YAML", f"an error: {printable(str(error).splitlines()[0])}", line=1) from None
 
 
 def _decode(data: bytes) -> str:
@@ -94,7 +94,7 @@ def _syntax_fault(error: yaml.MarkedYAMLError, text: str) -> Fault:
     if "\t" in written[: len(written) - len(written.lstrip())]:
         return Fault("", "spaces for indentation", "a tab", line=line)
     problem = " ".join(filter(None, (error.problem, error.context)))
-    return Fault("", "valid YAML", problem or "something else", line=line)
+    return Fault("", "valid YAML", f"an error: {printable(problem)}", line=line)
 
 
 class _Builder:

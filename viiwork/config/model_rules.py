@@ -12,10 +12,12 @@ from viiwork.config.model import GpuSection, LlamacppSection, ModelSection
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 _PLAIN_CACHE_TYPES = ("f32", "f16", "bf16")
 # What the node decides for a backend; an operator's argument comes last and would win.
-_NODES_OWN_ARGS = frozenset(
-    ("-m", "--model", "-a", "--alias", "--host", "--port", "-c", "--ctx-size", "-np", "--parallel")
-    + ("--slot-save-path", "--no-slots", "--api-key", "--api-key-file", "--api-prefix")
-)
+# fmt: off
+_NODES_OWN_ARGS = frozenset((
+    "-m", "--model", "-a", "--alias", "--host", "--port", "-c", "--ctx-size",
+    "-np", "--parallel", "--slot-save-path", "--no-slots", "--api-key", "--api-key-file", "--api-prefix",
+))
+# fmt: on
 
 
 def check_models(models: Sequence[ModelSection], gpu: GpuSection, warnings: list[str]) -> None:
@@ -44,6 +46,7 @@ def _model(path: str, model: ModelSection) -> None:
     checks.absolute_path(f"{path}.path", model.path)
     checks.between(f"{path}.parallel", model.parallel, 1, limits.PARALLEL_MAX)
     checks.between(f"{path}.context", model.context, 1, limits.CONTEXT_MAX_TOKENS // model.parallel)
+    checks.between(f"{path}.gpus_per_backend", model.gpus_per_backend, 1, limits.GPU_INDEX_MAX + 1)
     if model.startup_timeout is not None:
         checks.longer_than_zero(f"{path}.startup_timeout", model.startup_timeout)
     for i, arg in enumerate(model.args):
@@ -62,7 +65,6 @@ def _no_nul(path: str, text: str) -> None:
 
 def _cards(path: str, model: ModelSection, taken: dict[int, str], *, shared: bool) -> None:
     per_backend = model.gpus_per_backend
-    checks.between(f"{path}.gpus_per_backend", per_backend, 1, limits.GPU_INDEX_MAX + 1)
     for i, card in enumerate(model.gpus):
         checks.between(f"{path}.gpus[{i}]", card, 0, limits.GPU_INDEX_MAX)
         if card in model.gpus[:i]:

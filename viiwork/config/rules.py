@@ -57,34 +57,34 @@ def _mesh(config: Config, warnings: list[str]) -> None:
             raise Fault(f"mesh.{key}", hint, "something else")
     if mesh.secret_env == mesh.secret_prev_env:
         raise Fault("mesh.secret_prev_env", "a variable other than mesh.secret_env's", mesh.secret_prev_env)
-    if _is_tailnet(mesh):
+    if mesh.network == "tailnet" or mesh.tailnet.enabled == "on":
         checks.absolute_path("mesh.tailnet.socket", mesh.tailnet.socket)
     checks.at_most("mesh.seeds", len(mesh.seeds), limits.SEEDS_MAX, "addresses")
     for i, seed in enumerate(mesh.seeds):
         addresses.seed(f"mesh.seeds[{i}]", seed)
     checks.interval("mesh.rejoin_interval", mesh.rejoin_interval)
     checks.interval("mesh.capacity_poll", mesh.capacity_poll)
-    if mesh.advertise:
-        _advertise(config, warnings)
+    _reachable(config, warnings)
     if mesh.open and mesh.network == "lan":
         warnings.append("mesh.open: everyone on this network may join, and membership is not encrypted")
 
 
-def _advertise(config: Config, warnings: list[str]) -> None:
-    mesh, api = config.mesh, config.api
+def _reachable(config: Config, warnings: list[str]) -> None:
+    """Peers find the API at the address this node advertises."""
+    mesh, host = config.mesh, addresses.ip_literal("api.host", config.api.host)
+    if not mesh.advertise:
+        if host.is_loopback:
+            warnings.append(f"api.host {host} is loopback: peers cannot reach this node")
+        return
     address = addresses.unicast("mesh.advertise", mesh.advertise)
     if address.is_loopback:
-        warnings.append(f"mesh.advertise {mesh.advertise} is loopback: only nodes on this machine can join")
-        return
-    if addresses.ip_literal("api.host", api.host).is_loopback:
-        warnings.append(f"api.host {api.host} is loopback: peers cannot reach this node")
-    if mesh.open and not addresses.in_open_ranges(address):
-        warnings.append(f"mesh.advertise {mesh.advertise} is a public address, which an open mesh refuses")
-
-
-def _is_tailnet(mesh: MeshSection) -> bool:
-    enabled = mesh.tailnet.enabled
-    return enabled == "on" or (enabled == "auto" and mesh.network == "tailnet")
+        warnings.append(f"mesh.advertise {address} is loopback: only nodes on this machine can join")
+    elif mesh.open and not addresses.in_open_ranges(address):
+        warnings.append(f"mesh.advertise {address} is outside the private ranges: an open mesh refuses it")
+    if host != address and not (host.is_unspecified and host.version == address.version):
+        warnings.append(
+            f"api.host {host} is not listening on mesh.advertise {address}, where peers look for it"
+        )
 
 
 def _routing(routing: RoutingSection, mesh: MeshSection) -> None:
