@@ -16,7 +16,7 @@ class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     session: _Hex  # hashed session key
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-    generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    generation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     n_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     model_fp: _Hex
     state: Annotated[str, msgspec.Meta(max_length=64)]  # state version and digest of the layout
