@@ -170,6 +170,8 @@ class Membership:
         if cluster is None:
             return 0
         try:
+            # Literals only: a name would be looked up, for up to half a minute, by whoever answers DNS.
+            address = host_port(*split_host_port(address))
             answered = await cluster.join([address])
         except kinship.JoinError:
             # kinship cannot tell a silent machine from one that could not read us; a connect can.
@@ -182,18 +184,20 @@ class Membership:
                 )
             return 0
         except (kinship.KinshipError, ValueError) as error:
-            self._problem(f"join {address}", f"cannot join {address}: {error}")
+            self._problem(f"join {address[:64]}", f"cannot join: {error}")
             return 0
         self._problems.clear(f"join {address}")
         return answered
 
     def _bind_error(self, error: OSError) -> MeshError:
-        where = host_port(self._id.addr, self._id.port)
-        if error.errno == errno.EADDRNOTAVAIL:
+        # kinship's error carries no errno: find out ourselves what is wrong.
+        if _bind_errno(self._id.addr, 0, socket.SOCK_DGRAM) is not None:
             return NoOwnAddress(f"{self._id.addr} is no address of this machine; check mesh.advertise")
-        if error.errno != errno.EADDRINUSE:
-            return MeshError(f"cannot listen on {where}: {error}")
-        taken = _taken_protocols(self._id.addr, self._id.port) or ["tcp", "udp"]
+        kinds = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
+        errors = {name: _bind_errno(self._id.addr, self._id.port, kind) for name, kind in kinds.items()}
+        taken = [name for name, number in errors.items() if number == errno.EADDRINUSE]
+        if not taken:
+            return MeshError(f"cannot listen on {host_port(self._id.addr, self._id.port)}: {error}")
         owner = self._port_owner(self._id.port, taken[0]) if self._port_owner else None
         by = f" by {owner}" if owner else ""
         return PortTaken(
@@ -362,18 +366,15 @@ async def _listens(address: str) -> bool:
     return True
 
 
-def _taken_protocols(addr: str, port: int) -> list[str]:
-    """Which of tcp and udp cannot be bound now."""
-    family = socket.AF_INET6 if ":" in addr else socket.AF_INET
-    taken = []
-    for name, kind in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
-        with socket.socket(family, kind) as probe:
+def _bind_errno(addr: str, port: int, kind: socket.SocketKind) -> int | None:
+    """Why an address and port cannot be had now, None if they can."""
+    with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET, kind) as probe:
+        try:
             if kind == socket.SOCK_STREAM:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is not taken
-            try:
-                probe.bind((addr, port))
-                if kind == socket.SOCK_STREAM:
-                    probe.listen(1)
-            except OSError:
-                taken.append(name)
-    return taken
+            probe.bind((addr, port))
+            if kind == socket.SOCK_STREAM:
+                probe.listen(1)
+        except OSError as error:
+            return error.errno
+    return None
