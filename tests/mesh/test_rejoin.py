@@ -17,6 +17,7 @@ class FakeMembership:
         self.under_way = self.most = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.full = asyncio.Event()  # as many under way as may be
 
     def members(self):
         return self._members
@@ -26,6 +27,8 @@ class FakeMembership:
         self.tried += addresses
         self.under_way += 1
         self.most = max(self.most, self.under_way)
+        if self.under_way >= JOINS_AT_ONCE:
+            self.full.set()
         await self.gate.wait()
         self.under_way -= 1
         return 1
@@ -62,8 +65,7 @@ async def test_joins_run_a_few_at_a_time(make_member):
     membership.gate.clear()
     many = seeds([f"127.0.1.{i}:7946" for i in range(1, 40)])
     under_way = asyncio.create_task(Rejoiner(membership, {"seeds": many}, interval_s=60).round())
-    while len(membership.tried) < JOINS_AT_ONCE:
-        await asyncio.sleep(0)
+    await membership.full.wait()
     membership.gate.set()
     assert await under_way == 39
     assert membership.most == JOINS_AT_ONCE
