@@ -211,3 +211,14 @@ async def test_the_local_member_is_known_before_and_after_the_start(make_identit
     assert node.local().gossip_port > 0 and node.local().role == "gateway"
     await node.stop()
     await node.stop()
+
+
+async def test_ipv6_members_are_known_with_bracketed_api_addresses(start_node):
+    a = await start_node("a", "::1")
+    await start_node("b", "::1", a, api_port=8087)
+    seen = (await a.heard.event("joined", "b")).member
+    assert (seen.addr, seen.api) == ("::1", "[::1]:8087")
+
+
+def test_secrets_are_in_no_representation(make_identity):
+    assert "k" * 8 not in repr(make_identity("a", "127.0.0.1", keys=(KEY,)))

@@ -299,3 +299,37 @@ async def test_a_listener_that_fails_does_not_end_the_polling(serve, heard):
     finally:
         await p.stop()
         await peer.stop()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x00" * 500,
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"HTTP/9.9 abc\r\n\r\n",
+        b"HTTP/1.1 101 x\r\nUpgrade: z\r\nConnection: upgrade\r\n\r\n",
+        b"",
+    ],
+)
+async def test_broken_http_is_a_failed_poll_and_the_next_one_is_asked(
+    poller, heard, make_member, answer, caplog
+):
+    asked = asyncio.Semaphore(0)
+
+    async def talk(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        asked.release()
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.2", 0) as server:
+        told(poller, "joined", make_member("b", "127.0.0.2", server.sockets[0].getsockname()[1]))
+        for _ in range(3):  # the HTTP client itself asks twice when a connection ends without a word
+            await asked.acquire()
+        assert poller.failures().keys() == {"b"}
+        assert not heard.items
+        assert not [r for r in caplog.records if r.exc_info]
+        await poller.stop()
