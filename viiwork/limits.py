@@ -7,14 +7,76 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 # -- api -------------------------------------------------------------------------------------------
+BODY_MAX_BYTES = 32 * MIB  # of one request; 128k tokens of text are about 0.5 MiB, the rest is for images
+BODIES_MAX_BYTES = 512 * MIB  # of all requests being read or run; beyond it new ones are refused with 503
+HEADER_READ_S = 10.0  # for a request's head; a slow sender holds a socket and 64 KiB for this long
+IDLE_S = 120.0  # a kept-alive client connection without a request
+BODY_SILENCE_S = 60.0  # between two pieces of a request body; no slot is held meanwhile
+WRITE_STALL_S = 120.0  # a client that takes no byte for this long is gone; holds a slot and 128 KiB
+HEADER_FIELD_MAX_BYTES = 32 * KIB  # one header line or the request line
+HEADERS_MAX = 128  # header lines of one message
+MODEL_NAME_MAX_CHARS = 1024  # no engine has a longer one; error messages repeat it
+SSE_LINE_MAX_BYTES = 256 * KIB  # the scanner's memory per stream; 256 streams with huge events are 64 MiB
+SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the end
+ANSWER_TAIL_BYTES = 256 * KIB  # kept of a non-streamed answer to read its token counts; as above
+CONNECT_S = 3.0  # to an engine or a peer; one lost SYN is resent after 1 s
+ROUTE_ATTEMPTS_MAX = 16  # routes tried for one request; the dispatcher normally ends it long before
+UPSTREAM_IDLE_S = 4.0  # a kept-alive connection to an engine; llama.cpp closes them after 5 s
+UPSTREAM_IDLE_MAX = 256  # such connections kept in all, about 20 KiB each
+REFUSAL_DRAIN_BYTES = 64 * KIB  # read of a refusal so that its connection can be used again
+REFUSAL_DRAIN_S = 1.0  # and for how long
+CHANNEL_OFFER_MAX_BYTES = 64 * KIB  # of a kv channel's opening request
+CHANNEL_OFFER_S = 5.0  # for it to come
+PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long broke off
 
 # -- core ------------------------------------------------------------------------------------------
 SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it the oldest is forgotten
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
 
 # -- config ----------------------------------------------------------------------------------------
+CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; held once while it is read
+CONFIG_MAX_DEPTH = 16  # the deepest key is 5 levels down; keeps recursion over the tree shallow
+CONFIG_MAX_NODES = 50_000  # of the tree, every alias written out; at most about 15 MiB, freed after loading
+CONFIG_ECHO_MAX_CHARS = 48  # of a wrong value shown in an error, which stays one line of a terminal
+DURATION_MAX_S = 30 * 86_400  # a longer one is a slip of the unit; a float holds its microseconds exactly
+INTERVAL_MIN_S = 0.01  # for repeated work: 100 rounds a second cost under 1 % of a core, less would spin
+SIZE_MAX_BYTES = 1 << 50  # 1 PiB, a slip of the unit beyond it
+COUNT_MAX = 1_000_000  # queue and history lengths: 264 B an event is 264 MB, all an operator can ask for
+MODELS_MAX = 256  # entries of `models`; their capacity report stays under its 1 MiB
+MODEL_NAME_MAX_BYTES = 512  # room for long repository names; 256 of them are 128 KiB of a capacity report
+NODE_NAME_MAX_BYTES = 255  # a host name's length; a node's name rides in every gossip message
+SEEDS_MAX = 256  # addresses tried each `mesh.rejoin_interval`, eight at a time
+PARALLEL_MAX = 256  # slots a backend, llama.cpp's own limit of sequences
+CONTEXT_MAX_TOKENS = (1 << 31) - 1  # tokens of all slots of a backend; llama.cpp counts them in 31 bits
+GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pinning environment
+THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
+RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
+KV_COPIES_MAX = 16  # peers that hold a copy of a session
+KV_WORKERS_MAX = 16  # processes that move KV bytes; two fill 10 Gb/s
 
 # -- engine ----------------------------------------------------------------------------------------
+ENGINE_LINE_MAX_CHARS = 2048  # a longer log line is cut; 5 MB of dots without a newline cost 2 KiB
+ENGINE_LAST_LINES = 50  # newest lines kept for a backend; 50 x 8 KiB escaped at worst = 400 KiB
+ENGINE_VIEW_LINES = 20  # of these, how many a snapshot shows
+ENGINE_LOG_LINES_PER_S = 50  # lines a backend may put into the node's log each second; the rest is counted
+ENGINE_READ_BYTES = 256 * KIB  # one read of an engine's log pipe; bounds the time away from the event loop
+ENGINE_ANSWER_MAX_BYTES = 8 * MIB  # /slots, /props, ...; a `slots` debug build adds whole prompts
+ENGINE_HELP_MAX_BYTES = 1 * MIB  # `llama-server --help` is about 60 KiB
+ENGINE_SLOTS_MAX = 4096  # slots believed from one engine; 4096 x about 200 B
+ENGINE_STARTUP_TIMEOUT_S = 600.0  # loading a model from a slow disk; `models[].startup_timeout` overrides
+ENGINE_QUICK_EXIT_S = 10.0  # an exit this soon before ready may be a lost race for the port: one free retry
+ENGINE_STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL when a backend is replaced
+ENGINE_BUDGET_REFILL_S = 600.0  # continuous health that gives a backend its respawns back
+ENGINE_LOAD_STALE_S = 3.0  # three missed load polls: occupancy is unknown, not zero
+ENGINE_STALLS_MAX = (
+    2  # requests without a byte, no success between: the engine answers /health but cannot serve
+)
+GGUF_HEADER_MAX_BYTES = 256 * MIB  # metadata and tensor table; the largest vocabularies make about 30 MiB
+GGUF_STRING_MAX_BYTES = (
+    16 * MIB
+)  # one string value (a chat template is about 20 KiB); the only one held at a time
+GGUF_TENSORS_MAX = 200_000  # entries of a tensor table; 200,000 offsets = 7 MiB
+GGUF_SHARDS_MAX = 10_000  # `-00001-of-NNNNN`: files looked for
 
 # -- mesh ------------------------------------------------------------------------------------------
 NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names
@@ -53,5 +115,40 @@ TAILSCALE_LOG_S = 10.0  # and say so, but not each time
 TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
 
 # -- kv --------------------------------------------------------------------------------------------
+KV_STATE_MAX_BYTES = 256 * GIB  # one save-file; a larger claim is refused before anything is allocated
+KV_TOKENS_MAX = (
+    4 * 1024 * 1024
+)  # tokens of one save-file; its cell list is read whole: 48 MiB of bytes at worst
+KV_STREAMS_MAX = 256  # slots of one engine; llama.cpp's own limit of parallel sequences
+KV_LAYERS_MAX = 1024  # cache layers of one state; the largest models have about 130. 16 KiB a plane list
+KV_ROW_MAX_BYTES = 16 * MIB  # one row of one layer; real ones are 0.5-64 KiB
+KV_CHUNK_BYTES = MIB  # payload of a DATA frame and unit of hashing; 4 MiB gained nothing and costs cache
+KV_CHUNK_MAX_BYTES = 4 * MIB  # largest chunk a peer may choose; times the ring = memory of one receive job
+KV_RING_BUFFERS = 4  # chunks in flight between the two threads of a transfer: 4 MiB a job, 16 MiB at worst
+KV_MESSAGE_MAX_BYTES = 256 * KIB  # any frame that is not DATA; a manifest of 1,024 layers is about 30 KiB
+KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; below the kernel's socket buffer
+KV_JOBS_MAX = 16  # jobs at once in one worker; each has two threads and one ring: 256 MiB at worst
+KV_REPLICAS_MAX = 4096  # committed replicas; about 20 KiB of facts each at worst, 80 MiB
+KV_GRANT_MODELS_MAX = 64  # models one receive may offer
+KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed
+KV_SILENCE_S = 8.0  # a peer that moves nothing for this long is gone; a LAN stall is far shorter
+KV_JOB_DEADLINE_S = 600.0  # whole transfer: 250 MB at 0.5 MB/s; slower than that a cold prefill wins
+KV_LINGER_S = 2.0  # after a refusal: time for the peer to read the reason before the socket closes
+KV_DISK_RESERVE_BYTES = 64 * MIB  # left free on the replica folder's filesystem, for the engine's own save
+KV_RESTART_MIN_S = 0.2  # pause before a died worker is started again; doubles up to the maximum
+KV_RESTART_MAX_S = 30.0  # a worker that dies at once is tried twice a minute
+KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shortest pause
+KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
 # -- node ------------------------------------------------------------------------------------------
+ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
+KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
+KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
+KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker
+KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
+KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels it
+KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
+KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
+KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
+KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
+RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB

@@ -30,15 +30,20 @@ class RawChannel(NamedTuple):
 
 
 async def open_raw_channel(
-    addr: str, port: int, path: str, headers: Mapping[str, str], body: bytes
+    addr: str, port: int, path: str, headers: Mapping[str, str], body: bytes, *, source_ip: str = ""
 ) -> RawChannel:
-    """Connect, upgrade, hand over. The socket is closed on every failure; raises ChannelRefused."""
+    """Connect from `source_ip` ("" = any), upgrade, hand over.
+
+    The socket is closed on every failure; raises ChannelRefused.
+    """
     where = host_port(addr, port)
     request = _request(where, path, headers, body)
     sock = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if source_ip:
+            sock.bind((source_ip, 0))
         answer = await _upgrade(sock, addr, port, where, request)
         sock.setblocking(True)
     except BaseException:

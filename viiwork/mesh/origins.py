@@ -61,6 +61,11 @@ class MeshOrigins:
         """Node that sent a request only nodes may send; raises Unauthorized or Forbidden."""
         return self._prove(headers.get(SIGNER, ""), method, path_qs, headers, body, remote_ip)
 
+    @property
+    def source_ip(self) -> str:
+        """Where connections to peers must come from, "" = anywhere."""
+        return self._peer.source_ip
+
     def forward_headers(self, method: str, path_qs: str, body: bytes) -> dict[str, str]:
         """Headers that prove to a peer that this node forwards the request."""
         return self._peer.forward_headers(method, path_qs, body)

@@ -28,6 +28,7 @@ class PeerClient:
         self._keys = keys
         self._unix_now = unix_now
         self._session: aiohttp.ClientSession | None = None
+        self.own_ip = ""  # the address members know this node by, once it is known
 
     async def start(self) -> None:
         # No limit: a hung peer that holds many connections must not use up those of the others.
@@ -54,6 +55,11 @@ class PeerClient:
         if self._session is None:
             raise RuntimeError("the peer client is not started")
         return self._session
+
+    @property
+    def source_ip(self) -> str:
+        """Where connections to peers must come from, "" = anywhere: an open mesh knows a node by its address."""
+        return "" if self._keys else self.own_ip
 
     def request(self, method: str, url: str, **kwargs: Any) -> aiohttp.client._RequestContextManager:
         """A request to a peer; a redirect is its answer and is not followed."""
@@ -85,4 +91,6 @@ class PeerClient:
         Raises ChannelRefused.
         """
         signed = {**headers, **self.sign("POST", path, body)}
-        return await open_raw_channel(member.addr, member.api_port, path, signed, body)
+        return await open_raw_channel(
+            member.addr, member.api_port, path, signed, body, source_ip=self.source_ip
+        )

@@ -1,0 +1,158 @@
+"""The HTTP server under the handlers: aiohttp's protocol with our timeouts and our error answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from viiwork.errors import RequestError, ViiworkError
+from viiwork.limits import (
+    HEADER_FIELD_MAX_BYTES,
+    HEADER_READ_S,
+    HEADERS_MAX,
+    IDLE_S,
+    KIB,
+    WRITE_STALL_S,
+)
+from viiwork.wire.openai import error_body
+
+log = logging.getLogger("viiwork.api")
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class ClientConnection(RequestHandler):
+    """One client's socket."""
+
+    def __init__(self, *args: Any, header_read_s: float = HEADER_READ_S, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_read_s = header_read_s
+        self._header_timer: asyncio.TimerHandle | None = None
+        self.needed = False  # work runs that is only worth while somebody waits for it
+        self.half_closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._header_timer = self._loop.call_later(self._header_read_s, self._header_late)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Ends a connection whose reader takes nothing while bytes wait, also after the handler is done.
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_STALL_S * 1000)
+            )
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            if self._header_timer is None and data:
+                self._header_timer = self._loop.call_later(self._header_read_s, self._header_late)
+        elif self._header_timer is not None and self._messages:
+            self._stop_header_timer()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """A client that closes for sending has left, as it has for the engine.
+
+        Nothing tells its half-close from a close before the next write, and an answer nobody waits for
+        would hold a slot. Only what is answered at once is still answered.
+        """
+        self.half_closed = True
+        if self.needed or not (self._messages or self._request_in_progress):
+            return None
+        self.close()
+        return True
+
+    def _header_late(self) -> None:
+        self._header_timer = None
+        if not self._request_in_progress and not self._messages:
+            self.force_close()
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what the parser refused; handlers never let an exception come this far."""
+        if status >= 500:
+            log.error("api.failed outside a handler", exc_info=exc)
+            answer = json_answer(500, error_body("internal error", "server_error", "internal"))
+        else:
+            text = (message or "not valid HTTP").partition("\n")[0].strip(" :")
+            error = RequestError(f"the request is not valid HTTP: {text}"[:300])
+            answer = error_answer(error, status=status)
+        answer.force_close()
+        return answer
+
+
+class ClientServer(web.Server):
+    """Makes a `ClientConnection` of each accepted socket."""
+
+    def __init__(
+        self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S
+    ) -> None:
+        super().__init__(cast(Any, handler), handler_cancellation=True)
+        self._make = lambda: ClientConnection(
+            self,
+            loop=self._loop,
+            header_read_s=header_read_s,
+            keepalive_timeout=idle_s,
+            access_log=cast(Any, None),
+            max_line_size=HEADER_FIELD_MAX_BYTES,
+            max_field_size=HEADER_FIELD_MAX_BYTES,
+            max_headers=HEADERS_MAX,
+            read_bufsize=256 * KIB,
+            auto_decompress=False,
+            lingering_time=2.0,
+        )
+
+    def __call__(self) -> RequestHandler:
+        return self._make()
+
+
+class Sent(web.StreamResponse):
+    """Tells aiohttp that a handler has written its answer itself."""
+
+    def __init__(self, keep_alive: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keep_alive = keep_alive
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        return None
+
+    async def write_eof(self, data: Any = b"") -> None:
+        return None
+
+
+def json_answer(status: int, value: Any, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def error_answer(
+    error: ViiworkError, *, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """The one way from an error to an answer."""
+    more = dict(headers or {})
+    if error.retry_after_s is not None:
+        more["Retry-After"] = str(error.retry_after_s)
+    text = str(error) or error.code.replace("_", " ")
+    # Names in a message may hold halves of characters that no encoder takes.
+    text = text.encode("utf-8", "replace").decode()
+    return json_answer(status or error.http_status, error_body(text, error.type, error.code), more)

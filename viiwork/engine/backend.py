@@ -1,0 +1,373 @@
+"""Drives one backend: feeds its ladder with what happens, does what the ladder answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from viiwork.config.model import ModelSection
+from viiwork.engine import ladder as lad
+from viiwork.engine.binary import FlagProbe, resolve_binary
+from viiwork.engine.command import Command, HostFacts, backend_gpus, llamacpp_command
+from viiwork.engine.groups import GroupGuard
+from viiwork.engine.ladder import Event, Ladder, Rules
+from viiwork.engine.loglines import usage_error
+from viiwork.engine.ports import PortPicker, foreign_listener, tree_rss
+from viiwork.engine.process import EngineProcess
+from viiwork.engine.savedir import prepare_save_dir
+from viiwork.engine.slots import SlotsClient, SlotView
+from viiwork.engine.views import BackendView
+from viiwork.errors import EngineError, EngineUsageError, KvError
+from viiwork.limits import ENGINE_LOAD_STALE_S, ENGINE_QUICK_EXIT_S, ENGINE_VIEW_LINES
+
+log = logging.getLogger("viiwork.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a backend is looked at."""
+
+    starting_probe_s: float = 0.5
+    probe_s: float = 5.0
+    probe_timeout_s: float = 10.0
+    load_poll_s: float = 1.0
+    load_timeout_s: float = 1.0
+    rss_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all backends of a node use together."""
+
+    session: aiohttp.ClientSession
+    guard: GroupGuard
+    gate: asyncio.Lock  # one backend loads at a time; a lock serves its waiters in their order
+    flags: FlagProbe
+    ports: PortPicker
+    facts: HostFacts
+    hidden_env: frozenset[str]
+    pace: Pace
+    in_flight: Callable[[str], int]
+    on_change: Callable[[BackendView], None]
+
+
+class Backend:
+    """One engine, through as many processes as it takes. Everything runs on the event loop's thread."""
+
+    def __init__(
+        self, model: ModelSection, index: int, rules: Rules, save_dir: Path | None, shared: Shared
+    ) -> None:
+        self.id = f"{model.name}/{index}"
+        self._model = model
+        self._index = index
+        self._rules = rules
+        self._save_dir = save_dir
+        self._shared = shared
+        self._ladder = Ladder(rules)
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawning: asyncio.Task[None] | None = None
+        self._probe_wanted = asyncio.Event()
+        self._epoch = 0
+        self._process: EngineProcess | None = None
+        self._url: str | None = None
+        self._started_at = 0.0
+        self._embedded = False
+        self._slots: list[SlotView] = []
+        self._slots_at: float | None = None  # None = this process has not told yet
+        self._rss: int | None = None
+        self._last_lines: tuple[str, ...] = ()
+        self._published: tuple[object, ...] = ()
+        self._closing = False
+
+    # -- for the supervisor ------------------------------------------------------------------------
+    def start(self) -> None:
+        self._go(self._run())
+        self._go(self._probe_loop())
+        self._go(self._load_loop())
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the engine, then everything here. Idempotent."""
+        self._closing = True
+        self._ladder.stop()
+        if self._spawning is not None:
+            await asyncio.wait([self._spawning])
+        if self._process is not None:
+            await self._process.stop(timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._process = self._url = None
+        self._publish()
+
+    def feed(self, event: Event) -> None:
+        """Tell the ladder; it hears in order, on the next turn of the loop."""
+        self._events.put_nowait((self._epoch, event))
+
+    def view(self) -> BackendView:
+        now = time.monotonic()
+        process = self._process
+        told_at = self._slots_at
+        fresh = process is not None and told_at is not None and now - told_at <= ENGINE_LOAD_STALE_S
+        busy = [slot for slot in self._slots if slot.is_processing] if fresh else []
+        decoded = [slot.n_decoded for slot in busy if slot.n_decoded is not None]
+        remain = [slot.n_remain for slot in busy if slot.n_remain is not None]
+        lines = process.newest_lines(ENGINE_VIEW_LINES) if process else self._last_lines
+        return BackendView(
+            id=self.id,
+            model=self._model.name,
+            status=self._ladder.status,
+            phase=self._ladder.phase,
+            pid=process.pid if process else None,
+            url=self._url if process else None,
+            epoch=self._epoch,
+            n_slots=len(self._slots) or self._model.parallel,
+            ctx=min((slot.n_ctx for slot in self._slots), default=self._model.context),
+            busy=len(busy) if fresh else None,
+            tok_decoded=sum(decoded) if decoded else None,
+            tok_remain=sum(remain) if remain else None,
+            gpus=backend_gpus(self._model, self._index),
+            rss_bytes=self._rss if process else None,
+            respawns=self._ladder.respawns,
+            uptime_s=now - self._started_at if process else 0.0,
+            last_lines=lines,
+            reason=self._ladder.reason,
+            save_dir=self._save_dir,
+            embedded=self._embedded,
+        )
+
+    # -- the ladder's driver -----------------------------------------------------------------------
+    async def _run(self) -> None:
+        """Wait for the gate, keep it while the first load lasts, then serve the ladder for ever."""
+        async with self._shared.gate:
+            self.feed(lad.GateOpened())
+            await self._step()
+            while self._ladder.status == "starting":
+                await self._step()
+        while True:
+            await self._step()
+
+    async def _step(self) -> None:
+        epoch, event = await self._next_event()
+        if epoch != self._epoch and not isinstance(event, lad.Tick):
+            return  # news about a process that is gone
+        before = self._ladder.status
+        for effect in self._ladder.on(event, time.monotonic(), self._shared.in_flight(self.id)):
+            self._perform(effect)
+        if self._ladder.status != before:
+            level = logging.INFO if self._ladder.status in ("starting", "healthy") else logging.WARNING
+            log.log(level, "[%s] %s%s", self.id, self._ladder.status, _because(self._ladder.reason))
+        self._publish()
+
+    async def _next_event(self) -> tuple[int, Event]:
+        now = time.monotonic()
+        due = self._ladder.next_tick(now)
+        try:
+            async with asyncio.timeout(None if due is None else max(0.0, due - now)):
+                return await self._events.get()
+        except TimeoutError:
+            return self._epoch, lad.Tick()
+
+    def _perform(self, effect: lad.Effect) -> None:
+        match effect:
+            case lad.Spawn():
+                self._epoch += 1
+                self._slots, self._slots_at, self._rss = [], None, None
+                self._spawning = self._go(self._spawn(self._epoch))
+            case lad.WarmUp():
+                self._go(self._warm_up(self._epoch))
+            case lad.ProbeNow():
+                self._probe_wanted.set()
+            case lad.Stop(grace_s):
+                self._go(self._stop_process(grace_s))
+
+    # -- effects -----------------------------------------------------------------------------------
+    async def _spawn(self, epoch: int) -> None:
+        try:
+            command, port = await self._command()
+            if self._closing:
+                return
+            process = await EngineProcess.spawn(command, self.id, self._shared.guard)
+        except EngineError as error:
+            self._tell(epoch, lad.SpawnFailed(str(error), isinstance(error, EngineUsageError)))
+            return
+        except OSError as error:
+            self._tell(epoch, lad.SpawnFailed(f"cannot start a process: {error.strerror}", False))
+            return
+        self._process, self._url = process, f"http://127.0.0.1:{port}"
+        self._started_at = time.monotonic()
+        log.info("[%s] process %d on port %d", self.id, process.pid, port)
+        self._go(self._watch(process, epoch))
+        self._publish()
+
+    async def _command(self) -> tuple[Command, int]:
+        shared = self._shared
+        binary = resolve_binary(self._model.llamacpp.binary)
+        self._embedded = binary.embedded
+        flags = await shared.flags.flags(binary)
+        if self._save_dir is not None:
+            await asyncio.to_thread(prepare_save_dir, self._save_dir)
+        port = shared.ports.pick()
+        command = llamacpp_command(
+            self._model,
+            self._index,
+            port,
+            program=binary.program,
+            flags=flags,
+            facts=shared.facts,
+            node_env=os.environ,
+            hidden_env=shared.hidden_env,
+            save_dir=self._save_dir,
+        )
+        return command, port
+
+    async def _watch(self, process: EngineProcess, epoch: int) -> None:
+        code = await process.wait()
+        lines = process.newest_lines(ENGINE_VIEW_LINES)
+        quick = time.monotonic() - self._started_at < ENGINE_QUICK_EXIT_S
+        self._last_lines = lines
+        self._process = self._url = None
+        self._tell(epoch, lad.Exited(_exit_text(code, lines), usage_error(code, lines) if quick else ""))
+
+    async def _stop_process(self, grace_s: float) -> None:
+        if self._spawning is not None:
+            await asyncio.wait([self._spawning])
+        if self._process is not None:
+            await self._process.stop(grace_s)
+
+    async def _warm_up(self, epoch: int) -> None:
+        """One token in each slot, so that /slots tells what they hold. The startup timeout bounds it."""
+        try:
+            client = self._client(len(self._slots))
+            for slot in self._slots:
+                await client.warm_up(slot.id, self._rules.startup_timeout_s)
+            self._take_slots(await client.slots(self._shared.pace.probe_timeout_s))
+        except (EngineError, KvError) as error:
+            self._tell(epoch, lad.WarmUpFailed(str(error)))
+            return
+        self._tell(epoch, lad.WarmedUp())
+
+    # -- looking at it -----------------------------------------------------------------------------
+    async def _probe_loop(self) -> None:
+        pace = self._shared.pace
+        while True:
+            starting = self._ladder.status == "starting"
+            self._probe_wanted.clear()
+            try:
+                async with asyncio.timeout(pace.starting_probe_s if starting else pace.probe_s):
+                    await self._probe_wanted.wait()
+            except TimeoutError:
+                pass
+            if self._process is None or self._url is None:
+                continue
+            epoch, status = self._epoch, self._ladder.status
+            if status in ("healthy", "unhealthy"):
+                self._tell(epoch, await self._probe_serving())
+            elif status == "starting" and self._ladder.phase == "loading":
+                event = await self._probe_starting()
+                if event is not None:
+                    self._tell(epoch, event)
+
+    async def _probe_serving(self) -> Event:
+        health = await self._client(0).health(self._shared.pace.probe_timeout_s)
+        return lad.ProbeOk() if health.state == "ready" else lad.ProbeFailed(health.said)
+
+    async def _probe_starting(self) -> Event | None:
+        """None while it loads. Whoever answers must be our process and talk like an engine."""
+        process, timeout_s = self._process, self._shared.pace.probe_timeout_s
+        url = self._url
+        assert process is not None and url is not None
+        health = await self._client(0).health(timeout_s)
+        if health.state == "unreachable" or self._process is not process:
+            return None
+        who = await asyncio.to_thread(foreign_listener, int(url.rpartition(":")[2]), process.pid)
+        if who and process.is_running:
+            return lad.ForeignAnswered(who)
+        if health.state != "ready":
+            return None
+        try:
+            slots = await self._client(0).slots(timeout_s)
+        except EngineError as error:
+            log.warning("[%s] answers /health, but %s", self.id, error)
+            return None
+        self._take_slots(slots)
+        return lad.Answered()
+
+    async def _load_loop(self) -> None:
+        pace = self._shared.pace
+        rss_at = 0.0
+        while True:
+            await asyncio.sleep(pace.load_poll_s)
+            process, epoch = self._process, self._epoch
+            if process is None:
+                continue
+            if time.monotonic() >= rss_at + pace.rss_s:
+                rss_at = time.monotonic()
+                self._rss = await asyncio.to_thread(tree_rss, process.pid)
+            if self._ladder.status in ("healthy", "unhealthy") and self._url is not None:
+                try:
+                    slots = await self._client(0).slots(pace.load_timeout_s)
+                except EngineError:
+                    slots = []  # the report ages; after three it is unknown
+                if slots and epoch == self._epoch:
+                    self._take_slots(slots)
+            self._publish()
+
+    def _take_slots(self, slots: list[SlotView]) -> None:
+        self._slots, self._slots_at = slots, time.monotonic()
+
+    # -- small things ------------------------------------------------------------------------------
+    def _client(self, n_slots: int) -> SlotsClient:
+        return SlotsClient(self._url or "http://127.0.0.1:0", self._shared.session, n_slots)
+
+    def _tell(self, epoch: int, event: Event) -> None:
+        self._events.put_nowait((epoch, event))
+
+    def _publish(self) -> None:
+        """Call `on_change` when something changed that others act upon."""
+        view = self.view()
+        facts = (
+            view.status,
+            view.phase,
+            view.pid,
+            view.url,
+            view.epoch,
+            view.n_slots,
+            view.ctx,
+            view.busy,
+            view.reason,
+        )
+        if facts != self._published:
+            self._published = facts
+            self._shared.on_change(view)
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("[%s] a task of its supervision failed", self.id, exc_info=error)
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _exit_text(code: int, lines: tuple[str, ...]) -> str:
+    how = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    said = next(
+        (line for line in reversed(lines) if "rror" in line or " E " in line), lines[-1] if lines else ""
+    )
+    return f"{how}: {said.strip()[:300]}" if said else how

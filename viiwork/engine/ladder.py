@@ -1,0 +1,349 @@
+"""When a backend is routable, given up, started again, left alone: one state machine, no I/O, no clock.
+
+    starting --warmed up--> healthy <--probe ok / failed probe--> unhealthy
+       |                       |                                     |
+       +--- exit, timeout -----+--- exit, strikes, stalls, hard -----+
+                               v
+                            respawn  (drain, stop, wait)  --budget spent-->  dead
+                               |                                              |
+                               +--> starting                 after a while <--+   (never for a usage error)
+
+While starting, failed probes do not count: only the startup timeout or an exit ends it. A failed probe of a
+healthy backend makes it unroutable at once. Giving up waits for requests in flight, up to
+`respawn_grace_s`. Respawns are spaced 1, 2, 4 ... s; ten minutes of health give the budget back. A backend
+that used its budget up is dead, and is tried again after 1, 2, 4 ... 10 minutes, because what broke it (a
+card, a disk, memory) may be gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from viiwork.limits import (
+    ENGINE_BUDGET_REFILL_S,
+    ENGINE_QUICK_EXIT_S,
+    ENGINE_STALLS_MAX,
+    ENGINE_STARTUP_TIMEOUT_S,
+    ENGINE_STOP_GRACE_S,
+)
+
+Status = Literal["starting", "healthy", "unhealthy", "respawn", "dead", "stopped"]
+
+
+# -- events ----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class GateOpened:
+    """No other backend loads now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    why: str
+    is_usage: bool  # it can never work as configured
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A starting engine is ready for its warm-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignAnswered:
+    """Somebody else listens on the engine's port."""
+
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpFailed:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOk:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFailed:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class HardFailure:
+    """The inference path saw a refused, reset or cut connection."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A request was accepted and no byte came for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Succeeded:
+    """A request was answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process and its group are gone, asked to or not."""
+
+    why: str
+    usage: str = ""  # why it can never work as configured, when its output says so
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    GateOpened
+    | SpawnFailed
+    | Answered
+    | ForeignAnswered
+    | WarmedUp
+    | WarmUpFailed
+    | ProbeOk
+    | ProbeFailed
+    | HardFailure
+    | Stalled
+    | Succeeded
+    | Exited
+    | Tick
+)
+
+
+# -- effects ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start the engine on a new port."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Run one token in every slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeNow:
+    """Do not wait for the next interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process; `Exited` follows."""
+
+    grace_s: float
+
+
+Effect = Spawn | WarmUp | ProbeNow | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The numbers of one backend's ladder."""
+
+    startup_timeout_s: float = ENGINE_STARTUP_TIMEOUT_S
+    max_failures: int = 3
+    max_respawns: int = 3
+    respawn_grace_s: float = 60.0
+    stop_grace_s: float = ENGINE_STOP_GRACE_S
+    drain_check_s: float = 0.25
+    backoff_first_s: float = 1.0
+    backoff_max_s: float = 30.0
+    dead_retry_first_s: float = 60.0
+    dead_retry_max_s: float = 600.0
+
+
+class Ladder:
+    """Sole owner of a backend's status. `on` takes an event and answers with what to do."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self.status: Status = "starting"
+        self.phase = "queued"
+        self.reason = ""
+        self.respawns = 0  # of the budget
+        self.healthy_since: float | None = None
+        self._failures = 0
+        self._stalls = 0
+        self._suspect = False  # a hard failure waits for its probe
+        self._port_retry_left = True
+        self._launched_at = 0.0
+        self._leaving = False  # given up, the process is still there
+        self._moving = False  # only the port is wrong
+        self._drain_until: float | None = None
+        self._retry_at: float | None = None  # when respawn or dead becomes starting
+        self._deaths = 0
+
+    @property
+    def is_loading(self) -> bool:
+        return self.status == "starting" and self.phase != "queued"
+
+    def next_tick(self, now: float) -> float | None:
+        """When `Tick` is wanted; None = only events matter."""
+        if self._drain_until is not None:
+            return min(self._drain_until, now + self._rules.drain_check_s)
+        if self._leaving:
+            return None
+        if self.is_loading:
+            return self._launched_at + self._rules.startup_timeout_s
+        if self.status == "healthy" and self.respawns and self.healthy_since is not None:
+            return self.healthy_since + ENGINE_BUDGET_REFILL_S
+        return self._retry_at
+
+    def stop(self) -> None:
+        """The node ends; nothing follows."""
+        self.status, self.phase, self.healthy_since = "stopped", "", None
+        self._drain_until = self._retry_at = None
+
+    def on(self, event: Event, now: float, in_flight: int = 0) -> list[Effect]:
+        """What to do about `event`; `in_flight` requests are running in the backend."""
+        if self.status == "stopped":
+            return []
+        match event:
+            case GateOpened() if self.status == "starting" and self.phase == "queued":
+                return self._spawn(now)
+            case SpawnFailed(why, is_usage):
+                return self._die(why) if is_usage else self._start_again(why, now)
+            case Exited(why, usage):
+                return self._after_exit(why, usage, now)
+            case Tick():
+                return self._tick(now, in_flight)
+            case _ if self._leaving:
+                return []  # news about a process that is being ended anyway
+            case Answered() if self.phase == "loading":
+                self.phase = "warming up"
+                return [WarmUp()]
+            case ForeignAnswered(who) if self.phase == "loading":
+                return self._leave_port(who)
+            case WarmedUp() if self.is_loading:
+                self._become_healthy(now)
+            case WarmUpFailed(why) if self.is_loading:
+                return self._give_up(why, now, 0)
+            case ProbeOk():
+                self._suspect, self._failures = False, 0
+                if self.status == "unhealthy":
+                    self._become_healthy(now)
+            case ProbeFailed(why) if self.status in ("healthy", "unhealthy"):
+                return self._strike(why, now, in_flight)
+            case HardFailure(why) if self.status in ("healthy", "unhealthy"):
+                self._suspect = True
+                return [ProbeNow()]
+            case Stalled() if self.status in ("healthy", "unhealthy"):
+                self._stalls += 1
+                if self._stalls >= ENGINE_STALLS_MAX:
+                    # Nobody waits for what is in flight: it stands still as well.
+                    return self._give_up(f"{self._stalls} requests in a row got no answer", now, 0)
+                return [ProbeNow()]
+            case Succeeded():
+                self._stalls = 0
+            case _:
+                pass
+        return []
+
+    # -- steps -------------------------------------------------------------------------------------
+    def _spawn(self, now: float) -> list[Effect]:
+        self.status, self.phase = "starting", "loading"
+        self._launched_at = now
+        self._failures = self._stalls = 0
+        self._suspect = self._leaving = self._moving = False
+        self._drain_until = self._retry_at = None
+        return [Spawn()]
+
+    def _become_healthy(self, now: float) -> None:
+        self.status, self.phase, self.reason = "healthy", "", ""
+        self.healthy_since = now
+        self._failures = 0
+        self._port_retry_left = True
+
+    def _strike(self, why: str, now: float, in_flight: int) -> list[Effect]:
+        self._failures += 1
+        self.status, self.reason, self.healthy_since = "unhealthy", why, None
+        if self._suspect:
+            return self._give_up(f"it broke connections, and then: {why}", now, in_flight)
+        if self._failures >= self._rules.max_failures:
+            return self._give_up(f"{self._failures} probes failed: {why}", now, in_flight)
+        return []
+
+    def _give_up(self, why: str, now: float, in_flight: int) -> list[Effect]:
+        self.status, self.phase, self.reason, self.healthy_since = "respawn", "", why, None
+        self._leaving = True
+        if in_flight and self._rules.respawn_grace_s > 0:
+            self._drain_until = now + self._rules.respawn_grace_s
+            return []
+        return [Stop(self._rules.stop_grace_s)]
+
+    def _leave_port(self, who: str) -> list[Effect]:
+        self.reason = f"its port is answered by {who}"
+        self._leaving = True
+        if self._port_retry_left:
+            self._port_retry_left = False
+            self._moving = True
+        return [Stop(0.0)]
+
+    def _after_exit(self, why: str, usage: str, now: float) -> list[Effect]:
+        if self._leaving:
+            return self._spawn(now) if self._moving else self._start_again(self.reason, now)
+        if self.is_loading:
+            if usage:
+                return self._die(usage)
+            if self._port_retry_left and now - self._launched_at < ENGINE_QUICK_EXIT_S:
+                self._port_retry_left = False
+                self.reason = why
+                return self._spawn(now)
+        return self._start_again(why, now)
+
+    def _start_again(self, why: str, now: float) -> list[Effect]:
+        """Spend a respawn, or be dead for a while."""
+        self.phase, self.reason, self.healthy_since = "", why, None
+        self._leaving = self._moving = False
+        self._drain_until = None
+        self._port_retry_left = True
+        rules = self._rules
+        if self.respawns < rules.max_respawns:
+            self.status = "respawn"
+            self._retry_at = now + min(rules.backoff_first_s * 2**self.respawns, rules.backoff_max_s)
+            self.respawns += 1
+        else:
+            self.status = "dead"
+            # The exponent is bounded: a backend may stay dead for years.
+            self._retry_at = now + min(
+                rules.dead_retry_first_s * 2 ** min(self._deaths, 16), rules.dead_retry_max_s
+            )
+            self._deaths += 1
+            # One try without a free retry: whatever ends it puts the backend back here.
+            self._port_retry_left = False
+        return []
+
+    def _die(self, why: str) -> list[Effect]:
+        self.status, self.phase, self.reason, self.healthy_since = "dead", "", why, None
+        self._leaving = False
+        self._retry_at = None
+        return []
+
+    def _tick(self, now: float, in_flight: int) -> list[Effect]:
+        if self._drain_until is not None:
+            if in_flight and now < self._drain_until:
+                return []
+            self._drain_until = None
+            return [Stop(self._rules.stop_grace_s)]
+        if self._leaving:
+            return []
+        if self.is_loading and now >= self._launched_at + self._rules.startup_timeout_s:
+            return self._give_up(f"not ready within {self._rules.startup_timeout_s:g} s", now, 0)
+        if self.status == "healthy" and self.healthy_since is not None:
+            if now >= self.healthy_since + ENGINE_BUDGET_REFILL_S:
+                self.respawns = self._deaths = 0
+        elif self._retry_at is not None and now >= self._retry_at:
+            return self._spawn(now)
+        return []

@@ -1,0 +1,141 @@
+"""All backends of this node: started in order, watched, kept running, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from viiwork.config.model import GpuSection, HealthSection, ModelSection
+from viiwork.engine import ladder as lad
+from viiwork.engine.backend import Backend, Pace, Shared
+from viiwork.engine.binary import FlagProbe
+from viiwork.engine.command import HostFacts, backend_count
+from viiwork.engine.groups import GroupGuard
+from viiwork.engine.ladder import Rules
+from viiwork.engine.leftovers import EngineRegister
+from viiwork.engine.ports import PortPicker
+from viiwork.engine.savedir import save_dir_path
+from viiwork.engine.views import BackendView
+from viiwork.limits import ENGINE_STARTUP_TIMEOUT_S
+
+__all__ = ["BackendView", "HostFacts", "Supervisor"]
+
+
+class Supervisor:
+    """Owns the engine processes of the node. Every method runs on the event loop's thread.
+
+    `in_flight` tells how many requests a backend serves now; `on_change` hears of every change that matters
+    to routing and must not block. `facts` are the machine's; without them threads and memory are looked up
+    here and `gpu.vendor: auto` means none. `run_dir` keeps the list of running engines, so that a node
+    started again kills what an earlier one left behind.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelSection],
+        *,
+        health: HealthSection,
+        gpu: GpuSection,
+        run_dir: Path,
+        save_root: Path | None,
+        hidden_env: frozenset[str],
+        in_flight: Callable[[str], int],
+        on_change: Callable[[BackendView], None],
+        facts: HostFacts | None = None,
+        pace: Pace | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        self._models = tuple(models)
+        self._health = health
+        self._save_root = save_root
+        self._hidden_env = hidden_env
+        self._in_flight = in_flight
+        self._on_change = on_change
+        self._facts = facts or _plain_facts(gpu)
+        self._pace = pace or Pace(probe_s=health.interval, probe_timeout_s=health.timeout)
+        self._rules = rules or Rules(
+            max_failures=health.max_failures,
+            max_respawns=health.max_respawns,
+            respawn_grace_s=health.respawn_grace,
+        )
+        self._guard = GroupGuard(EngineRegister(run_dir / "engines.json"))
+        self._session: aiohttp.ClientSession | None = None
+        self._backends: dict[str, Backend] = {}
+
+    async def start(self) -> None:
+        """Begin; returns at once. Backends load one by one, the first of every model before any second."""
+        await asyncio.to_thread(self._guard.start)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+        shared = Shared(
+            session=self._session,
+            guard=self._guard,
+            gate=asyncio.Lock(),
+            flags=FlagProbe(),
+            ports=PortPicker(),
+            facts=self._facts,
+            hidden_env=self._hidden_env,
+            pace=self._pace,
+            in_flight=self._in_flight,
+            on_change=self._on_change,
+        )
+        for model, index in load_order(self._models):
+            backend = Backend(model, index, self._rules_for(model), self._save_dir(model, index), shared)
+            self._backends[backend.id] = backend
+        for backend in self._backends.values():
+            backend.start()
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End all engines: SIGTERM, and SIGKILL after `timeout_s`. None of their processes is left."""
+        await asyncio.gather(*(backend.stop(timeout_s) for backend in self._backends.values()))
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        await asyncio.to_thread(self._guard.close)
+
+    def views(self) -> list[BackendView]:
+        return [backend.view() for backend in self._backends.values()]
+
+    def view(self, backend_id: str) -> BackendView:
+        return self._backends[backend_id].view()
+
+    def hard_failure(self, backend_id: str, why: str) -> None:
+        """The inference path was refused, reset or cut: probe now, and one failed probe is then enough."""
+        self._backends[backend_id].feed(lad.HardFailure(why))
+
+    def stalled(self, backend_id: str) -> None:
+        """A request got no byte for too long. Two without a success between, and the engine is replaced."""
+        self._backends[backend_id].feed(lad.Stalled())
+
+    def succeeded(self, backend_id: str) -> None:
+        """A request was answered."""
+        self._backends[backend_id].feed(lad.Succeeded())
+
+    def _rules_for(self, model: ModelSection) -> Rules:
+        timeout_s = ENGINE_STARTUP_TIMEOUT_S if model.startup_timeout is None else model.startup_timeout
+        return replace(self._rules, startup_timeout_s=timeout_s)
+
+    def _save_dir(self, model: ModelSection, index: int) -> Path | None:
+        return None if self._save_root is None else save_dir_path(self._save_root, model.name, index)
+
+
+def load_order(models: Sequence[ModelSection]) -> list[tuple[ModelSection, int]]:
+    """Backends in the order they load: round robin by index, so that every model is served early."""
+    counts = [(model, backend_count(model)) for model in models]
+    deepest = max((count for _, count in counts), default=0)
+    return [(model, index) for index in range(deepest) for model, count in counts if index < count]
+
+
+def _plain_facts(gpu: GpuSection) -> HostFacts:
+    vendor = "none" if gpu.vendor == "auto" else gpu.vendor
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return HostFacts(cpus=cpus, ram_bytes=psutil.virtual_memory().total, vendor=vendor)
