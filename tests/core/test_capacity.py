@@ -68,7 +68,11 @@ def test_a_model_only_a_stale_host_serves_is_still_known():
 
 
 def test_fleet_context_is_the_smallest_of_fresh_hosts_that_have_slots():
-    peers = [peer("b", model(ctx=16384)), peer("c", model(slots=0, ctx=512)), peer("d", model(ctx=64), at=1.0)]
+    peers = [
+        peer("b", model(ctx=16384)),
+        peer("c", model(slots=0, ctx=512)),
+        peer("d", model(ctx=64), at=1.0),
+    ]
     (m,) = fleet_capacity(own(model(ctx=32768)), peers, 100.0, 3.0)
     assert m.ctx == 16384
 

@@ -66,7 +66,9 @@ def test_any_changed_byte_of_what_is_signed_fails(data):
     headers = {**signed(), "method": "POST", "path": PATH, "body": BODY.decode()}
     field = data.draw(st.sampled_from(sorted(headers)))
     at = data.draw(st.integers(0, len(headers[field]) - 1))
-    new = data.draw(st.characters(min_codepoint=33, max_codepoint=126).filter(lambda c: c != headers[field][at]))
+    new = data.draw(
+        st.characters(min_codepoint=33, max_codepoint=126).filter(lambda c: c != headers[field][at])
+    )
     headers[field] = headers[field][:at] + new + headers[field][at + 1 :]
     if field == "method" and headers["method"].upper() == "POST":
         return  # methods are compared in capitals

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from viiwork.core.names import node_name_problem
 from viiwork.mesh.addresses import Network, is_acceptable
@@ -24,7 +24,8 @@ class MeshIdentity:
     api_port: int
     version: str
     role: str = "node"
-    keys: tuple[bytes, ...] = ()  # current and previous secret; () = open mesh
+    # Current and previous secret; () = open mesh. Kept out of logs and tracebacks.
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
     network: Network = "lan"
     loopback_ok: bool = False  # mesh.advertise names a loopback address
 

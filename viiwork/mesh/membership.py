@@ -30,6 +30,7 @@ from viiwork.limits import (
 )
 from viiwork.mesh.addresses import is_loopback
 from viiwork.mesh.admission import MeshIdentity, admit
+from viiwork.mesh.counters import UDP_LOOK_S, udp_loss, unread_packets
 from viiwork.mesh.kinship_log import route_kinship_log
 from viiwork.mesh.notices import Problems, one_line
 from viiwork.mesh.values import EventKind, Member, MemberEvent, MemberState, host_port, split_host_port
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 
 CLUSTER = "viiwork"  # label on every packet: other kinship clusters on the port ignore us and we them
 _WATCH_S = 2.0  # how often the counters are looked at; only problems wait for it
-_UDP_LOSS_N = 3  # probes that only TCP answered between two looks; one lost datagram is no news
 
 _STATES: dict[kinship.State, MemberState] = {
     kinship.State.ALIVE: "alive",
@@ -170,6 +170,8 @@ class Membership:
         if cluster is None:
             return 0
         try:
+            # Literals only: a name would be looked up, for up to half a minute, by whoever answers DNS.
+            address = host_port(*split_host_port(address))
             answered = await cluster.join([address])
         except kinship.JoinError:
             # kinship cannot tell a silent machine from one that could not read us; a connect can.
@@ -182,18 +184,20 @@ class Membership:
                 )
             return 0
         except (kinship.KinshipError, ValueError) as error:
-            self._problem(f"join {address}", f"cannot join {address}: {error}")
+            self._problem(f"join {address[:64]}", f"cannot join: {error}")
             return 0
         self._problems.clear(f"join {address}")
         return answered
 
     def _bind_error(self, error: OSError) -> MeshError:
-        where = host_port(self._id.addr, self._id.port)
-        if error.errno == errno.EADDRNOTAVAIL:
+        # kinship's error carries no errno: find out ourselves what is wrong.
+        if _bind_errno(self._id.addr, 0, socket.SOCK_DGRAM) is not None:
             return NoOwnAddress(f"{self._id.addr} is no address of this machine; check mesh.advertise")
-        if error.errno != errno.EADDRINUSE:
-            return MeshError(f"cannot listen on {where}: {error}")
-        taken = _taken_protocols(self._id.addr, self._id.port) or ["tcp", "udp"]
+        kinds = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
+        errors = {name: _bind_errno(self._id.addr, self._id.port, kind) for name, kind in kinds.items()}
+        taken = [name for name, number in errors.items() if number == errno.EADDRINUSE]
+        if not taken:
+            return MeshError(f"cannot listen on {host_port(self._id.addr, self._id.port)}: {error}")
         owner = self._port_owner(self._id.port, taken[0]) if self._port_owner else None
         by = f" by {owner}" if owner else ""
         return PortTaken(
@@ -222,8 +226,10 @@ class Membership:
                         self._conflict(m, other)
                     case kinship.EventsLost():
                         self._resync(cluster)
-        except kinship.KinshipClosed as error:
-            self._die(MeshError(f"membership stopped: {one_line(str(error))}"))
+        except Exception as error:
+            # Whatever it was, nobody would hear of a change any more: better to stop than to go on blind.
+            log.exception("membership stopped")
+            self._die(MeshError(f"membership stopped: {one_line(str(error) or type(error).__name__)}"))
 
     def _see(self, raw: kinship.Member, kind: EventKind) -> None:
         """Take over what gossip says of a present member, unless it is not one of ours."""
@@ -296,31 +302,19 @@ class Membership:
 
     # -- watching ----------------------------------------------------------------------------------
     async def _watch(self, cluster: kinship.Cluster) -> None:
-        before = cluster.stats()
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            try:
-                after = cluster.stats()
-            except kinship.KinshipClosed:
-                return
-            self._judge(before, after)
-            before = after
-
-    def _judge(self, before: kinship.Stats, after: kinship.Stats) -> None:
-        if n := after.decrypt_failures - before.decrypt_failures:
-            self._problem(
-                "secret", f"{n} gossip packets could not be decrypted: a node's mesh secret differs from ours"
-            )
-        if (n := after.decode_errors - before.decode_errors) and self._id.is_open:
-            self._problem(
-                "mode",
-                f"{n} gossip packets could not be read: the secret differs, a node has one and we are open",
-            )
-        if (n := after.tcp_ping_acks - before.tcp_ping_acks) >= _UDP_LOSS_N:
-            self._problem(
-                "udp",
-                f"{n} probes were answered over TCP only: {self.local().gossip_port}/udp is blocked or lossy",
-            )
+        seen = udp_seen = cluster.stats()
+        udp_due_at = self._now() + UDP_LOOK_S
+        with contextlib.suppress(kinship.KinshipClosed):
+            while True:
+                await asyncio.sleep(_WATCH_S)
+                stats = cluster.stats()
+                for key, line in unread_packets(seen, stats, is_open=self._id.is_open):
+                    self._problem(key, line)
+                seen = stats
+                if self._now() >= udp_due_at:
+                    if found := udp_loss(udp_seen, stats, self.local().gossip_port):
+                        self._problem(*found)
+                    udp_seen, udp_due_at = stats, self._now() + UDP_LOOK_S
 
     def _problem(self, key: str, line: str) -> bool:
         due = self._problems.add(key, line, self._now())
@@ -362,18 +356,15 @@ async def _listens(address: str) -> bool:
     return True
 
 
-def _taken_protocols(addr: str, port: int) -> list[str]:
-    """Which of tcp and udp cannot be bound now."""
-    family = socket.AF_INET6 if ":" in addr else socket.AF_INET
-    taken = []
-    for name, kind in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
-        with socket.socket(family, kind) as probe:
+def _bind_errno(addr: str, port: int, kind: socket.SocketKind) -> int | None:
+    """Why an address and port cannot be had now, None if they can."""
+    with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET, kind) as probe:
+        try:
             if kind == socket.SOCK_STREAM:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is not taken
-            try:
-                probe.bind((addr, port))
-                if kind == socket.SOCK_STREAM:
-                    probe.listen(1)
-            except OSError:
-                taken.append(name)
-    return taken
+            probe.bind((addr, port))
+            if kind == socket.SOCK_STREAM:
+                probe.listen(1)
+        except OSError as error:
+            return error.errno
+    return None

@@ -110,7 +110,10 @@ class CapacityPoller:
         while True:
             watch.kick.clear()
             started_at = self._now()
-            await self._poll(watch)
+            try:
+                await self._poll(watch)
+            except Exception:  # our own bug; the member must not stay unasked for ever
+                log.exception("polling %s failed", watch.member.name)
             wait_s = max(self._interval_s - (self._now() - started_at), 0.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
