@@ -39,7 +39,9 @@ def fake_model(tmp_path: Path, fake_binary: Path) -> Callable[..., ModelSection]
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
 
-    def build(name: str = "fake", *, parallel: int = 1, env: dict[str, str] | None = None, **faults: Any) -> ModelSection:
+    def build(
+        name: str = "fake", *, parallel: int = 1, env: dict[str, str] | None = None, **faults: Any
+    ) -> ModelSection:
         return ModelSection(
             name=name,
             engine="llamacpp",

@@ -84,7 +84,9 @@ async def test_engine_that_exits_at_once_gets_one_free_retry_and_spaced_respawns
     watch: Watch, fake_model: Build, tmp_path: Path
 ) -> None:
     starts = tmp_path / "starts"
-    watched = await watch(fake_model(exit=1, say="ggml: out of memory error", starts=str(starts)), rules=QUICK)
+    watched = await watch(
+        fake_model(exit=1, say="ggml: out of memory error", starts=str(starts)), rules=QUICK
+    )
     view = await watched.until(lambda view: view.status == "dead")
     assert view.reason == "exited with code 1: ggml: out of memory error"
     assert view.last_lines[-1] == "ggml: out of memory error"
@@ -126,7 +128,9 @@ async def test_dead_backend_lets_the_next_one_load(watch: Watch, fake_model: Bui
 async def test_backends_load_one_at_a_time_in_order(watch: Watch, fake_model: Build) -> None:
     watched = await watch(fake_model("a", loading_s=0.3), fake_model("b"))
     await watched.until(lambda view: view.id == "b/0" and view.status == "healthy")
-    first_of_b = next(n for n, view in enumerate(watched.seen) if view.id == "b/0" and view.phase == "loading")
+    first_of_b = next(
+        n for n, view in enumerate(watched.seen) if view.id == "b/0" and view.phase == "loading"
+    )
     assert any(view.id == "a/0" and view.status == "healthy" for view in watched.seen[:first_of_b])
 
 

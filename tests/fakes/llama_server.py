@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
 """A stand-in for llama-server that is as broken as the test asks: `FAKE` in its environment holds JSON.
 
-    starts      a file; every start appends its pid on a line
-    only_first  the faults below apply to so many starts (0 = all)
-    say         text for stderr at the start
-    exit        exit at once with this code
-    loading_s   answer 503 for so long before being ready; -1 = for ever
-    flood_mib   so much log, as lines of 100 bytes, before listening
-    long_line   one line of so many bytes, without a newline
-    odd_bytes   write bytes that are no UTF-8, and control characters
-    close_out   close stdout and stderr
-    deaf        ignore SIGTERM
-    child       a file; start a child in the own group and write its pid there
-    foreign     a file; let a stranger (own session, pid in the file) take the port, and sit idle
-    mute        never answer a completion of more than one token
-    slots       report so many slots, whatever --parallel says
-    dies        a path; GET of it ends the process
+starts      a file; every start appends its pid on a line
+only_first  the faults below apply to so many starts (0 = all)
+say         text for stderr at the start
+exit        exit at once with this code
+loading_s   answer 503 for so long before being ready; -1 = for ever
+flood_mib   so much log, as lines of 100 bytes, before listening
+long_line   one line of so many bytes, without a newline
+odd_bytes   write bytes that are no UTF-8, and control characters
+close_out   close stdout and stderr
+deaf        ignore SIGTERM
+child       a file; start a child in the own group and write its pid there
+foreign     a file; let a stranger (own session, pid in the file) take the port, and sit idle
+mute        never answer a completion of more than one token
+slots       report so many slots, whatever --parallel says
+dies        a path; GET of it ends the process
 """
 
 import json

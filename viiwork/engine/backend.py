@@ -235,7 +235,9 @@ class Backend:
         quick = time.monotonic() - self._started_at < ENGINE_QUICK_EXIT_S
         self._last_lines = lines
         self._process = self._url = None
-        self._tell(epoch, lad.Exited(_exit_text(code, lines), usage_error(code, lines) if quick else ""))
+        self._tell(
+            epoch, lad.Exited(_exit_text(code, lines, quick), usage_error(code, lines) if quick else "")
+        )
 
     async def _stop_process(self, grace_s: float) -> None:
         if self._spawning is not None:
@@ -365,9 +367,10 @@ def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
 
-def _exit_text(code: int, lines: tuple[str, ...]) -> str:
+def _exit_text(code: int, lines: tuple[str, ...], while_starting: bool) -> str:
+    """How it ended and why: the cause is the first error of a failed start, the last of a long life."""
     how = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-    said = next(
-        (line for line in reversed(lines) if "rror" in line or " E " in line), lines[-1] if lines else ""
-    )
-    return f"{how}: {said.strip()[:300]}" if said else how
+    errors = [line for line in lines if "error" in line.lower() or " E " in line] or list(lines[-1:])
+    if not errors:
+        return how
+    return f"{how}: {errors[0 if while_starting else -1].strip()[:300]}"
