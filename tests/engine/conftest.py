@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -129,17 +130,22 @@ def is_alive(pid: int) -> bool:
 
 async def gone(pid: int) -> None:
     """Wait until a process has ended."""
-    async with asyncio.timeout(PATIENCE_S):
-        while is_alive(pid):
-            await asyncio.sleep(0.02)
+    await asyncio.to_thread(_poll, lambda: not is_alive(pid))
 
 
 async def written_pid(path: Path) -> int:
     """The process id a helper program writes to `path`, as soon as it has."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not path.exists() or not path.read_text():
-            await asyncio.sleep(0.02)
+    await asyncio.to_thread(_poll, lambda: path.exists() and path.read_text() != "")
     return int(path.read_text())
+
+
+def _poll(condition: Callable[[], bool]) -> None:
+    """Other processes' ends and files have no event to wait for."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
 
 
 def kill_if_alive(pid: int) -> None:

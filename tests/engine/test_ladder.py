@@ -6,18 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from viiwork.engine.ladder import (
+from viiwork.engine.events import (
     Answered,
     Event,
     Exited,
     ForeignAnswered,
     GateOpened,
     HardFailure,
-    Ladder,
     ProbeFailed,
     ProbeNow,
     ProbeOk,
-    Rules,
     Spawn,
     SpawnFailed,
     Stalled,
@@ -28,6 +26,7 @@ from viiwork.engine.ladder import (
     WarmUp,
     WarmUpFailed,
 )
+from viiwork.engine.ladder import Ladder, Rules
 
 RULES = Rules(startup_timeout_s=100, max_failures=3, max_respawns=3, respawn_grace_s=60)
 

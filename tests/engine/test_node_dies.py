@@ -33,8 +33,8 @@ async def main():
     folder = Path(sys.argv[2]).parent
     supervisor = Supervisor(
         [msgspec.json.decode(sys.argv[1], type=ModelSection)],
-        health=HealthSection(), gpu=GpuSection(vendor="none"), run_dir=folder / "run", save_root=folder / "save",
-        hidden_env=frozenset(), in_flight=lambda backend: 0, on_change=tell,
+        health=HealthSection(), gpu=GpuSection(vendor="none"), run_dir=folder / "run",
+        save_root=folder / "save", hidden_env=frozenset(), in_flight=lambda backend: 0, on_change=tell,
     )
     await supervisor.start()
     if len(sys.argv) > 3:
@@ -53,11 +53,9 @@ def start_node(tmp_path: Path) -> Iterator[Start]:
     nodes: list[subprocess.Popen[bytes]] = []
 
     def start(model: ModelSection, *extra: str) -> subprocess.Popen[bytes]:
-        argv = json.dumps(
-            {name: getattr(model, name) for name in ("name", "engine", "path", "context", "env")}
-        )
-        value = json.loads(argv) | {"llamacpp": {"binary": model.llamacpp.binary}}
-        command = [sys.executable, "-c", NODE, json.dumps(value), str(tmp_path / "engine-pid"), *extra]
+        entry = {name: getattr(model, name) for name in ("name", "engine", "path", "context", "env")}
+        entry["llamacpp"] = {"binary": model.llamacpp.binary}
+        command = [sys.executable, "-c", NODE, json.dumps(entry), str(tmp_path / "engine-pid"), *extra]
         nodes.append(subprocess.Popen(command))
         return nodes[-1]
 
@@ -109,7 +107,7 @@ async def test_killed_node_leaves_no_real_engine(start_node: Start, smollm2: Pat
     await gone(engine)
 
 
-async def test_engine_left_by_an_earlier_node_is_killed_and_a_stranger_with_its_number_is_not(
+def test_engine_left_by_an_earlier_node_is_killed_and_a_stranger_with_its_pid_is_not(
     tmp_path: Path,
 ) -> None:
     sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]

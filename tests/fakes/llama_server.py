@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 HELP = """\
 ----- common params -----
@@ -60,10 +61,10 @@ def argument(name: str, default: str = "") -> str:
 
 class Engine(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    faults: dict = {}
+    faults: ClassVar[dict] = {}
     n_slots = 1
     ready_at = 0.0
-    held: dict[int, int] = {}
+    held: ClassVar[dict[int, int]] = {}
 
     def do_GET(self) -> None:
         if self.path == self.faults.get("dies"):

@@ -1,8 +1,8 @@
 """GGUF model files: which files belong to a model, how large they are, and a name made from their content.
 
-The header is read by a small reader of our own: the `gguf` package maps the file (a truncated one is then a SIGBUS)
-and builds Python objects for every token of the vocabulary. Here values are skipped, every length is checked against
-a limit before it is believed, and memory stays below one string.
+The header is read by a small reader of our own: the `gguf` package maps the file (a truncated one is then a
+SIGBUS) and builds Python objects for every token of the vocabulary. Here values are skipped, every length is
+checked against a limit before it is believed, and memory stays below one string.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Header:
 
 
 def shards(path: Path) -> list[Path]:
-    """All files of the model `path` begins or belongs to, in order. Raises `ModelFileError` naming a missing one."""
+    """All files of the model `path` is part of, in order. Raises `ModelFileError` naming a missing one."""
     if path.is_dir():
         raise ModelFileError(f"{path} is a directory, expected a .gguf file")
     match = _SHARD.match(path.name)
@@ -102,8 +102,8 @@ class Fingerprints:
 def model_fingerprint(path: Path) -> str:
     """BLAKE3 over every shard's size, header, tensor table and samples of each tensor; 32 hex digits.
 
-    Samples, not all bytes: a 100 GB model would take minutes. It tells models, quantisations and fine-tunes apart;
-    it is no defence against somebody who makes a file to deceive. Blocks. Raises `ModelFileError`.
+    Samples, not all bytes: a 100 GB model would take minutes. It tells models, quantisations and fine-tunes
+    apart; it is no defence against somebody who makes a file to deceive. Blocks. Raises `ModelFileError`.
     """
     digest = blake3(b"viiwork model fingerprint 1")
     try:

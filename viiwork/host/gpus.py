@@ -6,7 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
-from typing import Literal
+from typing import Literal, cast
 
 Vendor = Literal["nvidia", "amd", "apple", "none"]
 
@@ -16,8 +16,8 @@ _CARD = re.compile(r"^GPU \d+: ", re.MULTILINE)
 
 def detect_vendor(wanted: str = "auto") -> Vendor:
     """The vendor whose cards engines are pinned to; `wanted` is `gpu.vendor` and wins unless it is `auto`."""
-    if wanted == "nvidia" or wanted == "amd" or wanted == "apple" or wanted == "none":
-        return wanted
+    if wanted != "auto":
+        return cast(Vendor, wanted)
     listed = _run("nvidia-smi", "-L")
     if listed is not None and _CARD.search(listed):
         return "nvidia"
