@@ -14,11 +14,12 @@ from typing import Any
 import aiohttp
 
 from viiwork.config.model import ModelSection
-from viiwork.engine import ladder as lad
+from viiwork.engine import events as ev
 from viiwork.engine.binary import FlagProbe, resolve_binary
 from viiwork.engine.command import Command, HostFacts, backend_gpus, llamacpp_command
+from viiwork.engine.events import Event
 from viiwork.engine.groups import GroupGuard
-from viiwork.engine.ladder import Event, Ladder, Rules
+from viiwork.engine.ladder import Ladder, Rules
 from viiwork.engine.loglines import usage_error
 from viiwork.engine.ports import PortPicker, foreign_listener, tree_rss
 from viiwork.engine.process import EngineProcess
@@ -148,7 +149,7 @@ class Backend:
     async def _run(self) -> None:
         """Wait for the gate, keep it while the first load lasts, then serve the ladder for ever."""
         async with self._shared.gate:
-            self.feed(lad.GateOpened())
+            self.feed(ev.GateOpened())
             await self._step()
             while self._ladder.status == "starting":
                 await self._step()
@@ -157,7 +158,7 @@ class Backend:
 
     async def _step(self) -> None:
         epoch, event = await self._next_event()
-        if epoch != self._epoch and not isinstance(event, lad.Tick):
+        if epoch != self._epoch and not isinstance(event, ev.Tick):
             return  # news about a process that is gone
         before = self._ladder.status
         for effect in self._ladder.on(event, time.monotonic(), self._shared.in_flight(self.id)):
@@ -174,19 +175,19 @@ class Backend:
             async with asyncio.timeout(None if due is None else max(0.0, due - now)):
                 return await self._events.get()
         except TimeoutError:
-            return self._epoch, lad.Tick()
+            return self._epoch, ev.Tick()
 
-    def _perform(self, effect: lad.Effect) -> None:
+    def _perform(self, effect: ev.Effect) -> None:
         match effect:
-            case lad.Spawn():
+            case ev.Spawn():
                 self._epoch += 1
                 self._slots, self._slots_at, self._rss = [], None, None
                 self._spawning = self._go(self._spawn(self._epoch))
-            case lad.WarmUp():
+            case ev.WarmUp():
                 self._go(self._warm_up(self._epoch))
-            case lad.ProbeNow():
+            case ev.ProbeNow():
                 self._probe_wanted.set()
-            case lad.Stop(grace_s):
+            case ev.Stop(grace_s):
                 self._go(self._stop_process(grace_s))
 
     # -- effects -----------------------------------------------------------------------------------
@@ -197,10 +198,10 @@ class Backend:
                 return
             process = await EngineProcess.spawn(command, self.id, self._shared.guard)
         except EngineError as error:
-            self._tell(epoch, lad.SpawnFailed(str(error), isinstance(error, EngineUsageError)))
+            self._tell(epoch, ev.SpawnFailed(str(error), isinstance(error, EngineUsageError)))
             return
         except OSError as error:
-            self._tell(epoch, lad.SpawnFailed(f"cannot start a process: {error.strerror}", False))
+            self._tell(epoch, ev.SpawnFailed(f"cannot start a process: {error.strerror}", False))
             return
         self._process, self._url = process, f"http://127.0.0.1:{port}"
         self._started_at = time.monotonic()
@@ -235,7 +236,9 @@ class Backend:
         quick = time.monotonic() - self._started_at < ENGINE_QUICK_EXIT_S
         self._last_lines = lines
         self._process = self._url = None
-        self._tell(epoch, lad.Exited(_exit_text(code, lines), usage_error(code, lines) if quick else ""))
+        self._tell(
+            epoch, ev.Exited(_exit_text(code, lines, quick), usage_error(code, lines) if quick else "")
+        )
 
     async def _stop_process(self, grace_s: float) -> None:
         if self._spawning is not None:
@@ -251,9 +254,9 @@ class Backend:
                 await client.warm_up(slot.id, self._rules.startup_timeout_s)
             self._take_slots(await client.slots(self._shared.pace.probe_timeout_s))
         except (EngineError, KvError) as error:
-            self._tell(epoch, lad.WarmUpFailed(str(error)))
+            self._tell(epoch, ev.WarmUpFailed(str(error)))
             return
-        self._tell(epoch, lad.WarmedUp())
+        self._tell(epoch, ev.WarmedUp())
 
     # -- looking at it -----------------------------------------------------------------------------
     async def _probe_loop(self) -> None:
@@ -278,7 +281,7 @@ class Backend:
 
     async def _probe_serving(self) -> Event:
         health = await self._client(0).health(self._shared.pace.probe_timeout_s)
-        return lad.ProbeOk() if health.state == "ready" else lad.ProbeFailed(health.said)
+        return ev.ProbeOk() if health.state == "ready" else ev.ProbeFailed(health.said)
 
     async def _probe_starting(self) -> Event | None:
         """None while it loads. Whoever answers must be our process and talk like an engine."""
@@ -290,7 +293,7 @@ class Backend:
             return None
         who = await asyncio.to_thread(foreign_listener, int(url.rpartition(":")[2]), process.pid)
         if who and process.is_running:
-            return lad.ForeignAnswered(who)
+            return ev.ForeignAnswered(who)
         if health.state != "ready":
             return None
         try:
@@ -299,7 +302,7 @@ class Backend:
             log.warning("[%s] answers /health, but %s", self.id, error)
             return None
         self._take_slots(slots)
-        return lad.Answered()
+        return ev.Answered()
 
     async def _load_loop(self) -> None:
         pace = self._shared.pace
@@ -365,9 +368,10 @@ def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
 
-def _exit_text(code: int, lines: tuple[str, ...]) -> str:
+def _exit_text(code: int, lines: tuple[str, ...], while_starting: bool) -> str:
+    """How it ended and why: the cause is the first error of a failed start, the last of a long life."""
     how = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-    said = next(
-        (line for line in reversed(lines) if "rror" in line or " E " in line), lines[-1] if lines else ""
-    )
-    return f"{how}: {said.strip()[:300]}" if said else how
+    errors = [line for line in lines if "error" in line.lower() or " E " in line] or list(lines[-1:])
+    if not errors:
+        return how
+    return f"{how}: {errors[0 if while_starting else -1].strip()[:300]}"

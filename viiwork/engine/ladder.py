@@ -20,6 +20,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from viiwork.engine.events import (
+    Answered,
+    Effect,
+    Event,
+    Exited,
+    ForeignAnswered,
+    GateOpened,
+    HardFailure,
+    ProbeFailed,
+    ProbeNow,
+    ProbeOk,
+    Spawn,
+    SpawnFailed,
+    Stalled,
+    Stop,
+    Succeeded,
+    Tick,
+    WarmedUp,
+    WarmUp,
+    WarmUpFailed,
+)
 from viiwork.limits import (
     ENGINE_BUDGET_REFILL_S,
     ENGINE_QUICK_EXIT_S,
@@ -29,123 +50,6 @@ from viiwork.limits import (
 )
 
 Status = Literal["starting", "healthy", "unhealthy", "respawn", "dead", "stopped"]
-
-
-# -- events ----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class GateOpened:
-    """No other backend loads now."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
-    why: str
-    is_usage: bool  # it can never work as configured
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A starting engine is ready for its warm-up."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignAnswered:
-    """Somebody else listens on the engine's port."""
-
-    who: str
-
-
-@dataclass(frozen=True, slots=True)
-class WarmedUp:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUpFailed:
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOk:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeFailed:
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class HardFailure:
-    """The inference path saw a refused, reset or cut connection."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """A request was accepted and no byte came for too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Succeeded:
-    """A request was answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The process and its group are gone, asked to or not."""
-
-    why: str
-    usage: str = ""  # why it can never work as configured, when its output says so
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = (
-    GateOpened
-    | SpawnFailed
-    | Answered
-    | ForeignAnswered
-    | WarmedUp
-    | WarmUpFailed
-    | ProbeOk
-    | ProbeFailed
-    | HardFailure
-    | Stalled
-    | Succeeded
-    | Exited
-    | Tick
-)
-
-
-# -- effects ---------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Spawn:
-    """Start the engine on a new port."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUp:
-    """Run one token in every slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeNow:
-    """Do not wait for the next interval."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the process; `Exited` follows."""
-
-    grace_s: float
-
-
-Effect = Spawn | WarmUp | ProbeNow | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def _owner(port: int) -> str:
     try:
         everything = psutil.net_connections("tcp")
     except psutil.AccessDenied:  # macOS without root
-        return "another process"
+        return "another process" if _accepts(port) else ""
     for one in everything:
         if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
             if one.pid is None:
@@ -63,7 +63,15 @@ def _owner(port: int) -> str:
                 return f"process {one.pid} ({psutil.Process(one.pid).name()})"
             except psutil.Error:
                 return f"process {one.pid}"
-    return "another process"
+    return ""  # whoever answered is gone, as an engine is that failed to load
+
+
+def _accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def tree_rss(leader: int) -> int | None:

@@ -81,12 +81,13 @@ class EngineProcess:
         return await asyncio.shield(self._ended)
 
     async def stop(self, grace_s: float) -> int:
-        """SIGTERM to the group, SIGKILL after `grace_s`; the exit code."""
-        if self.is_running:
+        """SIGTERM to the group, SIGKILL after `grace_s` (0 = at once); the exit code."""
+        if self.is_running and grace_s > 0:
             self._signal(signal.SIGTERM)
             await asyncio.wait([self._ended], timeout=grace_s)
+            if self.is_running:
+                log.warning("[%s] still there %g s after SIGTERM; killing it", self._label, grace_s)
         if self.is_running:
-            log.warning("[%s] did not end within %.0f s of SIGTERM; killing it", self._label, grace_s)
             self._signal(signal.SIGKILL)
         return await self.wait()
 

@@ -12,7 +12,7 @@ import aiohttp
 import psutil
 
 from viiwork.config.model import GpuSection, HealthSection, ModelSection
-from viiwork.engine import ladder as lad
+from viiwork.engine import events as ev
 from viiwork.engine.backend import Backend, Pace, Shared
 from viiwork.engine.binary import FlagProbe
 from viiwork.engine.command import HostFacts, backend_count
@@ -110,15 +110,15 @@ class Supervisor:
 
     def hard_failure(self, backend_id: str, why: str) -> None:
         """The inference path was refused, reset or cut: probe now, and one failed probe is then enough."""
-        self._backends[backend_id].feed(lad.HardFailure(why))
+        self._backends[backend_id].feed(ev.HardFailure(why))
 
     def stalled(self, backend_id: str) -> None:
         """A request got no byte for too long. Two without a success between, and the engine is replaced."""
-        self._backends[backend_id].feed(lad.Stalled())
+        self._backends[backend_id].feed(ev.Stalled())
 
     def succeeded(self, backend_id: str) -> None:
         """A request was answered."""
-        self._backends[backend_id].feed(lad.Succeeded())
+        self._backends[backend_id].feed(ev.Succeeded())
 
     def _rules_for(self, model: ModelSection) -> Rules:
         timeout_s = ENGINE_STARTUP_TIMEOUT_S if model.startup_timeout is None else model.startup_timeout
