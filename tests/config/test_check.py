@@ -84,6 +84,7 @@ def test_a_missing_file_is_one_line_and_exit_2(run: Check, tmp_path: Path, capsy
 
 def test_what_is_not_a_file_is_refused_at_once(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
+    n_open = len(os.listdir("/dev/fd"))
     for path in (
         tmp_path,
         tmp_path / "pipe",
@@ -94,6 +95,23 @@ def test_what_is_not_a_file_is_refused_at_once(tmp_path: Path):
         with pytest.raises(ConfigError) as caught:
             load_config(path, {})
         assert str(caught.value).isprintable()
+    assert len(os.listdir("/dev/fd")) == n_open
+
+
+def test_a_directory_is_called_one(tmp_path: Path):
+    with pytest.raises(ConfigError, match="expected a config file, got a directory"):
+        load_config(tmp_path, {})
+
+
+def test_the_config_is_printed_as_utf_8_whatever_the_terminal_speaks(tmp_path: Path):
+    path = write(tmp_path / "c.yaml", "mesh: {open: true}\nnode: {name: ünï-北京}\n")
+    code = (
+        "import sys, argparse, pathlib, viiwork.cli.check as c; "
+        "sys.exit(c.run(argparse.Namespace(config=pathlib.Path(sys.argv[1]))))"
+    )
+    env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run([sys.executable, "-c", code, path], env=env, capture_output=True, check=True)
+    assert parse_config(done.stdout, "out", {}).config.node.name == "ünï-北京"
 
 
 def test_a_file_name_cannot_break_the_line(tmp_path: Path):

@@ -116,6 +116,18 @@ def test_args_and_environment_keep_their_text(load, model_file):
     assert model.env == {"A": "yes", "B": "0x10", "C": "~"}
 
 
+def test_direct_links_are_a_word_or_a_list(load, refusal):
+    assert load("kv_share: {direct: no}").config.kv_share.direct == "off"
+    assert load("kv_share: {direct: [10.9.0.0/24, fd00::5]}").config.kv_share.direct == (
+        "10.9.0.0/24",
+        "fd00::5",
+    )
+    for text, got in (("10.9.0.0/24", "10.9.0.0/24"), ("{a: b}", "a mapping"), ("~", "~ (leave it out)")):
+        line = refusal(f"kv_share:\n  direct: {text}\n")
+        assert line == f"f.yaml:2: kv_share.direct: expected auto, on or off or a list, got {got}"
+    assert "kv_share.direct[0]: expected text, got a list" in refusal("kv_share: {direct: [[x]]}")
+
+
 def test_nothing_inside_a_list_or_an_environment_is_refused(refusal, model_file):
     assert "models[0].args[1]: expected text, got ~" in refusal(model_file(args="[a, ~]"))
     assert "models[0].env.A: expected text, got nothing" in refusal(model_file(env="{A: }"))

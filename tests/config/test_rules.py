@@ -50,6 +50,10 @@ def test_a_value_out_of_its_rule_is_refused(refusal, text: str, said: str):
         ("advertise: node-a", "mesh.advertise: expected an IP address, got node-a (host names"),
         ("advertise: 0.0.0.0", "mesh.advertise: expected an address other machines can reach, got 0.0.0.0"),
         ("advertise: 169.254.1.1", "mesh.advertise: expected an address other machines can reach"),
+        (
+            "advertise: '::ffff:10.0.0.1'",
+            "mesh.advertise: expected 10.0.0.1 for an IPv4 address, got ::ffff:",
+        ),
         ("advertise: 224.0.0.1", "mesh.advertise: expected an address other machines can reach"),
         (
             "advertise: fe80::1%eth0",
@@ -93,6 +97,7 @@ def test_a_seed_is_an_address_and_a_port(load, seed: str):
         "[10.0.0.1]:7946",
         "[fe80::1%eth0]:7946",
         "[fe80::1]:7946",
+        "[::ffff:10.0.0.1]:7946",
         "0.0.0.0:7946",
         "224.0.0.1:7946",
         "http://10.0.0.1:7946",

@@ -95,6 +95,10 @@ def test_what_is_not_the_base64_of_32_bytes_is_refused_and_not_shown(refusal, wr
     assert SECRET not in line
 
 
+def test_a_secret_in_quotes_is_told_so(refusal):
+    assert refusal(SECURED, env(f'"{SECRET}"')).endswith("got 46 characters (quotes included) instead of 44")
+
+
 @pytest.mark.parametrize(
     "text",
     [

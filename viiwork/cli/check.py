@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
         return error.exit_code
     for line in (*loaded.warnings, *startup_problems(loaded.config)):
         print(f"warning: {line}", file=sys.stderr)  # noqa: T201
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # what is printed is a config file, and those are UTF-8
     sys.stdout.write(f"# mesh: {_mode(loaded)}\n{effective_yaml(loaded.config)}")
     return 0
 

@@ -56,6 +56,8 @@ def seed(path: str, text: str) -> None:
 
 
 def _refuse_unreachable(path: str, address: IpAddress) -> None:
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        raise Fault(path, f"{address.ipv4_mapped} for an IPv4 address", str(address))
     if address.is_unspecified or address.is_multicast or address.is_link_local:
         raise Fault(path, "an address other machines can reach", str(address))
 

@@ -74,13 +74,9 @@ def _value(node: Node, kind: Any, path: str, line: int, lines: dict[str, int]) -
     origin, args = get_origin(kind), get_args(kind)
     nothing = isinstance(node, Scalar) and node.is_nothing
     if origin in (types.UnionType, typing.Union):
-        if type(None) in args:
-            return None if nothing else _value(node, args[0], path, line, lines)
-        listed = [arm for arm in args if get_origin(arm) is tuple]
-        others = [arm for arm in args if get_origin(arm) is not tuple]
-        if isinstance(node, Scalar):
-            return _value(node, others[0], path, line, lines)
-        return _value(node, listed[0], path, line, lines)
+        if nothing and types.NoneType in args:
+            return None
+        return _either(node, [arm for arm in args if arm is not types.NoneType], path, line, lines)
     if isinstance(kind, type) and issubclass(kind, Section):
         if nothing:  # a section whose keys are all commented out
             node = Mapping((), node.line)
@@ -98,6 +94,18 @@ def _value(node: Node, kind: Any, path: str, line: int, lines: dict[str, int]) -
     if not isinstance(node, Scalar):
         raise Fault(path, _in_words(kind), kind_of(node), line=node.line)
     return _scalar(node, kind, path, line)
+
+
+def _either(node: Node, arms: list[Any], path: str, line: int, lines: dict[str, int]) -> Any:
+    """`node` as the list or the single value that a key takes either of."""
+    listed = not isinstance(node, Scalar)
+    arm = next((arm for arm in arms if (get_origin(arm) is tuple) == listed), arms[0])
+    try:
+        return _value(node, arm, path, line, lines)
+    except Fault as fault:
+        if len(arms) == 1 or fault.path != path:
+            raise
+        raise Fault(path, " or ".join(map(_in_words, arms)), fault.got, line=fault.line) from None
 
 
 def _item(node: Node, kind: Any, path: str, lines: dict[str, int]) -> Any:

@@ -61,10 +61,17 @@ def _read(path: Path) -> bytes:
     """At most one byte more than a config may have; never waits on a pipe."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ConfigError(f"{printable(str(path))}: expected a config file, got something else")
-            return file.read(CONFIG_FILE_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{printable(str(path))}: cannot read the config: {why}") from None
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            got = "a directory" if stat.S_ISDIR(mode) else "something else"
+            raise ConfigError(f"{printable(str(path))}: expected a config file, got {got}")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(CONFIG_FILE_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{printable(str(path))}: cannot read the config: {error.strerror}") from None
+    finally:
+        os.close(fd)

@@ -45,7 +45,7 @@ def _decoded(path: str, variable: str, env: Mapping[str, str]) -> bytes | None:
         return None
     expected = f"the standard base64 of {SECRET_BYTES} bytes in {variable}"
     if len(text) != _SECRET_CHARS:
-        hint = ", quotes included" if text[0] in "\"'" else ""
+        hint = " (quotes included)" if text[0] in "\"'" else ""
         raise Fault(path, expected, f"{len(text)} characters{hint} instead of {_SECRET_CHARS}")
     try:
         secret = base64.b64decode(text, validate=True)
