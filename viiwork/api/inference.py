@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import time
 from functools import lru_cache
 from typing import NoReturn, cast
 
@@ -180,8 +181,7 @@ class Inference:
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
     ) -> web.StreamResponse:
         """Run the request where it was granted; the grant is given back on every way out."""
-        now = asyncio.get_running_loop().time
-        started = now()
+        started = time.monotonic()
         passed = Passed()
         answer: Answer | None = None
         status = 0
@@ -225,7 +225,7 @@ class Inference:
                 result=passed.result,
                 status=status,
                 ttft_s=None if first is None else first - started,
-                duration_s=now() - started,
+                duration_s=time.monotonic() - started,
                 usage=passed.usage,
                 detail=passed.detail,
             )

@@ -142,7 +142,12 @@ class Sent(web.StreamResponse):
 
 def json_answer(status: int, value: Any, headers: Mapping[str, str] | None = None) -> web.Response:
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    return web.Response(
+        status=status,
+        body=body,
+        content_type="application/json",
+        headers={"Server": "viiwork", **(headers or {})},
+    )
 
 
 def error_answer(

@@ -57,7 +57,7 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> None:
         self._end = chunk[-4:] if len(chunk) >= 4 else (self._end + chunk)[-4:]
-        if self.content_seen and not self._carry and chunk.endswith(b"\n"):
+        if self.content_seen and not self._carry and not self._data and chunk.endswith(b"\n"):
             for word in _TELLING:
                 if word in chunk:
                     break
@@ -77,7 +77,7 @@ class StreamScanner:
             del self._carry[: len(self._carry) - SSE_TAIL_BYTES]
 
     def _scan(self, lines: bytes) -> None:
-        if self.content_seen and not any(word in lines for word in _TELLING):
+        if self.content_seen and not self._data and not any(word in lines for word in _TELLING):
             return
         for line in lines.split(b"\n")[:-1]:
             if line.startswith(b"data:"):
