@@ -26,9 +26,13 @@ async def talking(conn: Conn, seen: Seen) -> None:
 @pytest.mark.parametrize("how", ["leave", "reset", "fin"])
 @pytest.mark.parametrize("hops", [0, 1])
 @pytest.mark.parametrize(
-    ("script", "stream"), [(silent, False), (silent, True), (talking, True)], ids=["plain", "unborn", "talking"]
+    ("script", "stream"),
+    [(silent, False), (silent, True), (talking, True)],
+    ids=["plain", "unborn", "talking"],
 )
-async def test_a_client_that_leaves_closes_the_engine_connection_and_gives_the_slot_back(how, hops, script, stream):
+async def test_a_client_that_leaves_closes_the_engine_connection_and_gives_the_slot_back(
+    how, hops, script, stream
+):
     async with FakeEngine(script) as engine:
         b = FakeDispatcher([route("b", engine.url)])
         async with serving(b, facts=FakeFacts("b")) as api_b:

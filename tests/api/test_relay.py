@@ -146,7 +146,11 @@ async def test_headers_of_one_hop_of_browsers_and_of_the_mesh_do_not_pass_either
         "Content-Length",
     }
     assert reply.values("X-Viiwork-Node") == ["a"]
-    assert (reply.value("Server"), reply.value("X-Custom"), reply.value("Vary")) == ("llama.cpp", "kept", "Accept")
+    assert (reply.value("Server"), reply.value("X-Custom"), reply.value("Vary")) == (
+        "llama.cpp",
+        "kept",
+        "Accept",
+    )
     names = {name.lower() for name, _ in reply.headers}
     assert not names & {"access-control-allow-origin", "keep-alive", "x-hop", "connection"}
 
@@ -159,7 +163,11 @@ async def test_a_forward_is_proven_names_both_nodes_and_makes_one_hop():
             async with serving(a, facts=FakeFacts("a")) as api_a, RawClient(api_a.port) as client:
                 client.post(CHAT + "?q=1", ASK, "X-Viiwork-Kv-Share: off", "X-Session-Affinity: s")
                 reply = await client.reply()
-    assert (reply.status, reply.values("X-Viiwork-Node"), reply.values("X-Viiwork-Origin")) == (200, ["b"], ["a"])
+    assert (reply.status, reply.values("X-Viiwork-Node"), reply.values("X-Viiwork-Origin")) == (
+        200,
+        ["b"],
+        ["a"],
+    )
     assert (reply.value("X-Gpu-Backend"), reply.value("X-Viiwork-Queued-Ms")) == ("m/0", "250")
     assert b.asks[0].forwarded_by == "a"
     assert b.asks[0].session == a.asks[0].session and not b.asks[0].kv_share

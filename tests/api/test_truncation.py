@@ -106,7 +106,9 @@ async def test_the_error_event_speaks_the_dialect_of_its_endpoint(path, start):
 @pytest.mark.parametrize("how", ["reset", "fin"])
 async def test_a_plain_answer_cut_short_keeps_its_length_and_comes_short(how):
     async def short(conn: Conn, seen: Seen) -> None:
-        conn.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n" + b'{"a":')
+        conn.send(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n" + b'{"a":'
+        )
         await conn.drain()
         await asyncio.sleep(0.02)
         conn.reset() if how == "reset" else conn.fin()
@@ -120,8 +122,7 @@ async def test_a_client_of_http_1_0_sees_a_reset_where_the_close_would_look_like
         node = FakeDispatcher([route("a", engine.url)])
         async with serving(node) as api, RawClient(api.port) as client:
             client.send(
-                b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: 27\r\n\r\n"
-                b'{"model":"m","stream":true}'
+                b'POST /v1/chat/completions HTTP/1.0\r\nContent-Length: 27\r\n\r\n{"model":"m","stream":true}'
             )
             status, headers = await client.head()
             assert "transfer-encoding" not in {name.lower() for name, _ in headers}

@@ -54,9 +54,7 @@ def delta(text: str) -> bytes:
     return b"data: " + json.dumps(chunk, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
-ROLE = (
-    b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}]}\n\n'
-)
+ROLE = b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}]}\n\n'
 LAST = (
     b'data: {"choices":[],"usage":{"prompt_tokens":10},'
     b'"timings":{"cache_n":7,"prompt_n":3,"predicted_n":4}}\n\n'
@@ -124,8 +122,15 @@ class Conn(asyncio.Protocol):
         while self.transport.get_write_buffer_size() and not self.transport.is_closing():
             await asyncio.sleep(0.001)
 
-    def answer(self, status: int, body: bytes, headers: Sequence[str] = (), kind: str = "application/json") -> None:
-        lines = [f"HTTP/1.1 {status} Whatever", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *headers]
+    def answer(
+        self, status: int, body: bytes, headers: Sequence[str] = (), kind: str = "application/json"
+    ) -> None:
+        lines = [
+            f"HTTP/1.1 {status} Whatever",
+            f"Content-Type: {kind}",
+            f"Content-Length: {len(body)}",
+            *headers,
+        ]
         self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
     def json(self, status: int, value: Any, headers: Sequence[str] = ()) -> None:

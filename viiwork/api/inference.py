@@ -30,6 +30,7 @@ from viiwork.errors import (
     NotServedHere,
     RequestError,
     TooManyBodies,
+    UnsupportedBody,
     UpstreamError,
     UpstreamStalled,
     UpstreamUnreachable,
@@ -102,9 +103,15 @@ class Inference:
         connection = cast(ClientConnection, request.protocol)
         taken = 0
         try:
-            body = request.content.read_nowait() if request.content.is_eof() else b""
-            if not body:
+            check_encoding(request)
+            if request.content.is_eof():
+                body = request.content.read_nowait()
+                if len(body) > self._body_max_bytes:
+                    raise BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
+            else:
                 body = await self._read(request)
+            if connection.broken:
+                raise RequestError("the body is not framed as HTTP demands")
             taken = len(body)
             self._count(taken)
             if connection.half_closed:
@@ -139,8 +146,6 @@ class Inference:
                 pieces.append(piece)
         except TimeoutError:
             raise BodyTimeout(f"no piece of the body came for {self._body_silence_s:.0f} s") from None
-        except web.RequestPayloadError as error:
-            raise RequestError("the body is not framed as HTTP demands") from error
         finally:
             self._bodies_bytes -= sum(map(len, pieces))
         return b"".join(pieces)
@@ -317,6 +322,15 @@ def check_declared(request: web.BaseRequest, most_bytes: int) -> None:
     length = request.content_length
     if length is not None and length > most_bytes:
         raise BodyTooLarge(f"the body is larger than {most_bytes} bytes")
+
+
+def check_encoding(request: web.BaseRequest) -> None:
+    """Refuse what can be known not to be JSON; any other label is ignored, as the engine ignores it."""
+    headers = request.headers
+    if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        raise UnsupportedBody("compressed request bodies are not supported")
+    if headers.get("Content-Type", "").lstrip().lower().startswith("multipart/"):
+        raise UnsupportedBody("multipart bodies are not supported; send JSON")
 
 
 def expects_continue(request: web.BaseRequest) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.http_parser import HttpRequestParser
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from viiwork.errors import RequestError, ViiworkError
 from viiwork.limits import (
@@ -25,6 +26,8 @@ from viiwork.wire.openai import error_body
 
 log = logging.getLogger("viiwork.api")
 
+READ_BYTES = 256 * KIB  # of a body are read ahead, at most twice this
+
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -37,6 +40,22 @@ class ClientConnection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self.needed = False  # work runs that is only worth while somebody waits for it
         self.half_closed = False
+        self.broken = False  # the request being read lost its framing
+        # One message at a time: the parser forgets what it has read when a later request of the same
+        # packet is broken, and those before it would go unanswered.
+        self._max_msg_queue_size = 1
+        self._msg_queue_resume_size = 0
+        self._parser = HttpRequestParser(
+            self,
+            self._loop,
+            READ_BYTES,
+            max_line_size=HEADER_FIELD_MAX_BYTES,
+            max_field_size=HEADER_FIELD_MAX_BYTES,
+            max_headers=HEADERS_MAX,
+            payload_exception=web.RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=1,
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -57,8 +76,19 @@ class ClientConnection(RequestHandler):
         if waiter is not None and not waiter.done():
             if self._header_timer is None and data:
                 self._header_timer = self._loop.call_later(self._header_read_s, self._header_late)
-        elif self._header_timer is not None and self._messages:
-            self._stop_header_timer()
+            return
+        if self._messages:
+            if self._header_timer is not None:
+                self._stop_header_timer()
+            request = self._current_request
+            if (
+                isinstance(self._messages[-1][0], _ErrInfo)
+                and request is not None
+                and not request.content.is_eof()
+            ):
+                # The parser leaves a half-read body to wait for ever.
+                self.broken = True
+                request.content.feed_eof()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """A client that closes for sending has left, as it has for the engine.
@@ -67,7 +97,8 @@ class ClientConnection(RequestHandler):
         would hold a slot. Only what is answered at once is still answered.
         """
         self.half_closed = True
-        if self.needed or not (self._messages or self._request_in_progress):
+        idle = self._waiter is not None and not self._waiter.done()
+        if self.needed or idle:
             return None
         self.close()
         return True
@@ -114,11 +145,7 @@ class ClientServer(web.Server):
             header_read_s=header_read_s,
             keepalive_timeout=idle_s,
             access_log=cast(Any, None),
-            max_line_size=HEADER_FIELD_MAX_BYTES,
-            max_field_size=HEADER_FIELD_MAX_BYTES,
-            max_headers=HEADERS_MAX,
-            read_bufsize=256 * KIB,
-            auto_decompress=False,
+            read_bufsize=READ_BYTES,
             lingering_time=2.0,
         )
 
