@@ -329,7 +329,7 @@ async def test_an_unknown_model_is_a_404_that_names_it_even_when_it_cannot_be_wr
 
 
 async def test_json_of_the_engine_reaches_the_client_with_all_its_odd_fields(api, engine):
-    odd = b'{"choices":[{"message":{"content":null,"reasoning_content":"r"}}],"__x":1e-7,"n":18446744073709551616}'
+    odd = b'{"choices":[{"message":{"content":null,"reasoning_content":"r"}}],"__x":1e-7,"n":18446744073709551616}'  # noqa: E501
 
     async def answer(conn, seen):
         conn.answer(200, odd)

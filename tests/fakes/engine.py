@@ -120,7 +120,7 @@ class Conn(asyncio.Protocol):
 
     async def drain(self) -> None:
         while self.transport.get_write_buffer_size() and not self.transport.is_closing():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # noqa: ASYNC110
 
     def answer(
         self, status: int, body: bytes, headers: Sequence[str] = (), kind: str = "application/json"
