@@ -83,11 +83,12 @@ def running(command: list[str], port: int) -> Iterator[tuple[subprocess.Popen[by
         process.wait(10)
 
 
-def wrk(port: int, *, connections: int, streamed: bool, seconds: float) -> tuple[float, float]:
+def wrk(port: int, *, connections: int, streamed: bool, seconds: int) -> tuple[float, float]:
     """Median latency in ms and requests a second; any failed request ends the benchmark."""
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    load = [f"-c{connections}", f"-d{seconds}s", "-t1", "--latency", "-s", str(HERE / "post.lua"), url]
     done = subprocess.run(
-        ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--latency", "-s", str(HERE / "post.lua")]
-        + [f"http://127.0.0.1:{port}/v1/chat/completions"],
+        ["wrk", *load],
         env={**os.environ, "STREAM": "1" if streamed else "0"},
         capture_output=True,
         text=True,
@@ -100,7 +101,7 @@ def wrk(port: int, *, connections: int, streamed: bool, seconds: float) -> tuple
     return float(p50[1]) * _UNITS_MS[p50[2]], float(rate[1])
 
 
-def measure(port: int, figures: Figures, seconds: float) -> None:
+def measure(port: int, figures: Figures, seconds: int) -> None:
     for streamed in (False, True):
         kind = "streamed" if streamed else "plain"
         p50, _ = wrk(port, connections=1, streamed=streamed, seconds=seconds)
@@ -114,7 +115,7 @@ def rss_mib(pid: int) -> float:
     return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
 
 
-def run(targets: list[str], node: str, rounds: int, seconds: float) -> dict[str, Figures]:
+def run(targets: list[str], node: str, rounds: int, seconds: int) -> dict[str, Figures]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         backend = folder / "backend"
@@ -145,20 +146,27 @@ def run(targets: list[str], node: str, rounds: int, seconds: float) -> dict[str,
 
 def show(results: dict[str, Figures]) -> None:
     direct = results.get("direct")
-    print(f"{'':8}{'p50 plain':>16}{'p50 streamed':>16}{'plain/s':>10}{'streamed/s':>12}{'MiB':>7}{'listening':>11}")
+    print(
+        f"{'':8}{'p50 plain':>16}{'p50 streamed':>16}"
+        f"{'plain/s':>10}{'streamed/s':>12}{'MiB':>7}{'listening':>11}"
+    )
     for name, f in results.items():
         cells = []
         for attribute in ("p50_plain_ms", "p50_streamed_ms"):
             value = getattr(f, attribute)
-            added = "" if direct is None or name == "direct" else f" (+{value - getattr(direct, attribute):.2f})"
+            added = (
+                "" if direct is None or name == "direct" else f" (+{value - getattr(direct, attribute):.2f})"
+            )
             cells.append(f"{value:.2f}{added} ms")
         tail = "" if name == "direct" else f"{f.rss_mib:7.0f}{f.listening_s:9.2f} s"
         print(f"{name:8}{cells[0]:>16}{cells[1]:>16}{f.plain_per_s:10.0f}{f.streamed_per_s:12.0f}{tail}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--targets", default="direct,nginx,relay")
     parser.add_argument(

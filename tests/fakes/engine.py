@@ -71,11 +71,20 @@ class Conn(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self.transport: asyncio.Transport
         self.closed = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
         self.number = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        self.transport.set_write_buffer_limits(0)
         self.number = self._engine._opened(self)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -83,6 +92,7 @@ class Conn(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
+        self._writable.set()
         self._engine._lost(self, running=self._task is not None)
 
     def _next(self) -> None:
@@ -119,8 +129,8 @@ class Conn(asyncio.Protocol):
         self.transport.write(data)
 
     async def drain(self) -> None:
-        while self.transport.get_write_buffer_size() and not self.transport.is_closing():
-            await asyncio.sleep(0.001)  # noqa: ASYNC110
+        """Wait until all is handed to the kernel, or the other side left."""
+        await self._writable.wait()
 
     def answer(
         self, status: int, body: bytes, headers: Sequence[str] = (), kind: str = "application/json"

@@ -39,7 +39,8 @@ def test_several_answers_to_one_prompt_are_not_pinned_to_one_slot():
 
 
 @pytest.mark.parametrize(
-    ("value", "stream"), [(b"true", True), (b"false", False), (b'"true"', False), (b"1", False), (b"null", False)]
+    ("value", "stream"),
+    [(b"true", True), (b"false", False), (b'"true"', False), (b"1", False), (b"null", False)],
 )
 def test_only_true_asks_for_a_stream(value, stream):
     assert peek(CHAT, {}, b'{"model":"m","stream": %b }' % value).stream is stream
@@ -55,7 +56,9 @@ def test_session_keys_are_hashes_of_the_first_header_that_says_something():
     first = session_key({"X-Session-Affinity": "a", "X-Session-Id": "b"})
     assert first == session_key({"X-Session-Affinity": " a "}) == session_key({"X-Session-Id": "a"})
     assert first is not None and len(first) == 32 and int(first, 16)
-    assert session_key({"X-Session-Affinity": "  ", "X-Session-Id": "b"}) == session_key({"X-Session-Id": "b"})
+    assert session_key({"X-Session-Affinity": "  ", "X-Session-Id": "b"}) == session_key(
+        {"X-Session-Id": "b"}
+    )
     assert session_key({"X-Session-Id": ""}) is None and session_key({}) is None
     assert session_key({"X-Session-Id": "\udce5"}) is not None
 
@@ -71,7 +74,9 @@ def test_the_model_read_is_the_one_any_json_reader_finds(others, model):
         assert seen.model == json.loads(body)["model"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["model", "mod\\u0065l", "x"]), st.sampled_from("abc")), min_size=1))
+@given(
+    st.lists(st.tuples(st.sampled_from(["model", "mod\\u0065l", "x"]), st.sampled_from("abc")), min_size=1)
+)
 def test_of_equal_keys_the_last_one_counts_as_for_the_engine(pairs):
     body = ("{" + ",".join(f'"{key}":"{value}"' for key, value in pairs) + "}").encode()
     expected = json.loads(body).get("model")

@@ -25,7 +25,12 @@ TIMINGS = {"cache_n": 7, "prompt_n": 3, "predicted_n": 4}
 CHAT_END = data({"choices": [], "usage": {"prompt_tokens": 10}, "timings": TIMINGS}) + b"data: [DONE]\n\n"
 STREAMS = {
     "chat": (chat(role="assistant", content=None) + b":\n\n", chat(content="hi"), CHAT_END, Usage(7, 3, 4)),
-    "completions": (data({"choices": [{"text": ""}]}), data({"choices": [{"text": "x"}]}), CHAT_END, Usage(7, 3, 4)),
+    "completions": (
+        data({"choices": [{"text": ""}]}),
+        data({"choices": [{"text": "x"}]}),
+        CHAT_END,
+        Usage(7, 3, 4),
+    ),
     "infill": (
         data({"content": "", "stop": False}),
         data({"content": "x", "stop": False}),
@@ -132,7 +137,13 @@ def test_a_tool_call_or_thought_in_other_dialects_counts_too():
 
 def test_words_of_the_protocol_inside_of_text_mean_nothing():
     scanner = StreamScanner()
-    for text in ('"usage":{"prompt_tokens":1}', "[DONE]", 'data: [DONE]\n\n"timings"', '"error":1', "message_stop"):
+    for text in (
+        '"usage":{"prompt_tokens":1}',
+        "[DONE]",
+        'data: [DONE]\n\n"timings"',
+        '"error":1',
+        "message_stop",
+    ):
         scanner.feed(chat(content=text))
     assert (scanner.finished, scanner.usage, scanner.error_seen) == (False, None, False)
 
@@ -156,7 +167,9 @@ def test_a_boundary_is_between_events_only():
 
 def test_an_event_spread_over_several_data_lines_is_one():
     scanner = StreamScanner()
-    scanner.feed(b'data: {"choices":[],\ndata: "timings":{"cache_n":7,\ndata: "prompt_n":3,"predicted_n":4}}\n\n')
+    scanner.feed(
+        b'data: {"choices":[],\ndata: "timings":{"cache_n":7,\ndata: "prompt_n":3,"predicted_n":4}}\n\n'
+    )
     assert scanner.usage == Usage(7, 3, 4)
 
 

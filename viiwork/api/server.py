@@ -20,6 +20,7 @@ from viiwork.limits import (
     HEADERS_MAX,
     IDLE_S,
     KIB,
+    LINGER_S,
     WRITE_STALL_S,
 )
 from viiwork.wire.openai import error_body
@@ -90,6 +91,11 @@ class ClientConnection(RequestHandler):
                 self.broken = True
                 request.content.feed_eof()
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Called for every piece read; without a pause before it the parser has nothing left."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """A client that closes for sending has left, as it has for the engine.
 
@@ -139,25 +145,25 @@ class ClientServer(web.Server):
         self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S
     ) -> None:
         super().__init__(cast(Any, handler), handler_cancellation=True)
-        self._make = lambda: ClientConnection(
-            self,
-            loop=self._loop,
-            header_read_s=header_read_s,
-            keepalive_timeout=idle_s,
-            access_log=cast(Any, None),
-            read_bufsize=READ_BYTES,
-            lingering_time=2.0,
-        )
+        self._header_read_s = header_read_s
+        self._idle_s = idle_s
 
     def __call__(self) -> RequestHandler:
-        return self._make()
+        return ClientConnection(
+            self,
+            loop=self._loop,
+            header_read_s=self._header_read_s,
+            keepalive_timeout=self._idle_s,
+            access_log=cast(Any, None),
+            read_bufsize=READ_BYTES,
+            lingering_time=LINGER_S,
+        )
 
 
 class Sent(web.StreamResponse):
-    """Tells aiohttp that a handler has written its answer itself."""
+    """Tells aiohttp that a handler has written its answer itself; of a response it is only the name."""
 
     def __init__(self, keep_alive: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._keep_alive = keep_alive
 
     async def prepare(self, request: web.BaseRequest) -> None:
