@@ -10,6 +10,7 @@ GIB = 1024 * MIB
 BODY_MAX_BYTES = 32 * MIB  # of one request; 128k tokens of text are about 0.5 MiB, the rest is for images
 BODIES_MAX_BYTES = 512 * MIB  # of all requests being read or run; beyond it new ones are refused with 503
 HEADER_READ_S = 10.0  # for a request's head; a slow sender holds a socket and 64 KiB for this long
+LINGER_S = 2.0  # a refused body is read away, so that the client sees the answer and not a reset
 IDLE_S = 120.0  # a kept-alive client connection without a request
 BODY_SILENCE_S = 60.0  # between two pieces of a request body; no slot is held meanwhile
 WRITE_STALL_S = 120.0  # a client that takes no byte for this long is gone; holds a slot and 128 KiB

@@ -54,9 +54,7 @@ def delta(text: str) -> bytes:
     return b"data: " + json.dumps(chunk, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
-ROLE = (
-    b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}]}\n\n'
-)
+ROLE = b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}]}\n\n'
 LAST = (
     b'data: {"choices":[],"usage":{"prompt_tokens":10},'
     b'"timings":{"cache_n":7,"prompt_n":3,"predicted_n":4}}\n\n'
@@ -73,11 +71,20 @@ class Conn(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self.transport: asyncio.Transport
         self.closed = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
         self.number = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        self.transport.set_write_buffer_limits(0)
         self.number = self._engine._opened(self)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -85,6 +92,7 @@ class Conn(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
+        self._writable.set()
         self._engine._lost(self, running=self._task is not None)
 
     def _next(self) -> None:
@@ -121,11 +129,18 @@ class Conn(asyncio.Protocol):
         self.transport.write(data)
 
     async def drain(self) -> None:
-        while self.transport.get_write_buffer_size() and not self.transport.is_closing():
-            await asyncio.sleep(0.001)
+        """Wait until all is handed to the kernel, or the other side left."""
+        await self._writable.wait()
 
-    def answer(self, status: int, body: bytes, headers: Sequence[str] = (), kind: str = "application/json") -> None:
-        lines = [f"HTTP/1.1 {status} Whatever", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *headers]
+    def answer(
+        self, status: int, body: bytes, headers: Sequence[str] = (), kind: str = "application/json"
+    ) -> None:
+        lines = [
+            f"HTTP/1.1 {status} Whatever",
+            f"Content-Type: {kind}",
+            f"Content-Length: {len(body)}",
+            *headers,
+        ]
         self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
     def json(self, status: int, value: Any, headers: Sequence[str] = ()) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from viiwork.api.app import ApiServer
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AllRoutesRefused, Unauthorized, UnknownModel
 
@@ -146,3 +148,36 @@ class FakeChannels:
 
     def take(self, admitted: Any, sock: socket.socket) -> None:
         self.taken.append((admitted, sock))
+
+
+@dataclass
+class Api:
+    """A listening API."""
+
+    server: ApiServer
+    port: int
+    dispatcher: FakeDispatcher
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def serving(
+    dispatcher: FakeDispatcher,
+    *,
+    facts: FakeFacts | None = None,
+    channels: FakeChannels | None = None,
+    **limits: Any,
+) -> AsyncIterator[Api]:
+    """The real API server over a fake node; at the end every grant must have come back once."""
+    facts = facts or FakeFacts()
+    server = ApiServer(dispatcher, FakeOrigins(facts.name), facts, channels, **limits)
+    _, port = await server.listen("127.0.0.1", 0)
+    try:
+        yield Api(server, port, dispatcher)
+        await dispatcher.until(lambda: not dispatcher.n_out)
+        assert dispatcher.n_twice == 0
+    finally:
+        await server.stop(0)

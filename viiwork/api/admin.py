@@ -45,8 +45,8 @@ class Admin:
 
     def _find(self, name: str) -> dict[str, Any]:
         listed = {model["id"]: model for model in self._facts.models()}
-        # As it was sent first: a listed name may itself look percent-encoded.
-        found = listed.get(name) or listed.get(unquote(name, errors="surrogateescape"))
+        # Undecoded only then: a listed name may itself look percent-encoded.
+        found = listed.get(unquote(name, errors="surrogateescape")) or listed.get(name)
         if found is None:
             raise NotFound(f"no model {name[:200]!r} is served here or by a peer")
         return found

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 from aiohttp import web
 
 from viiwork.api.admin import MODELS_PATH, Admin
 from viiwork.api.inference import Inference
 from viiwork.api.ports import Channels, Dispatcher, Facts, Origins
-from viiwork.api.server import ClientServer, error_answer
+from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import CHANNEL_PATH, Upgrade
 from viiwork.api.upstream import Upstreams
 from viiwork.errors import MethodNotAllowed, NotFound, ViiworkError
@@ -135,7 +136,7 @@ class ApiServer:
         except Exception:
             log.exception("api.failed %s %s", request.method, request.raw_path[:200])
             answer = error_answer(ViiworkError("internal error"))
-        if not request.content.is_eof():
+        if not request.content.is_eof() or cast(ClientConnection, request.protocol).broken:
             answer.force_close()  # the rest of the body is not worth reading
         return answer
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import time
 from functools import lru_cache
 from typing import NoReturn, cast
 
@@ -29,6 +30,7 @@ from viiwork.errors import (
     NotServedHere,
     RequestError,
     TooManyBodies,
+    UnsupportedBody,
     UpstreamError,
     UpstreamStalled,
     UpstreamUnreachable,
@@ -101,9 +103,15 @@ class Inference:
         connection = cast(ClientConnection, request.protocol)
         taken = 0
         try:
-            body = request.content.read_nowait() if request.content.is_eof() else b""
-            if not body:
+            check_encoding(request)
+            if request.content.is_eof():
+                body = request.content.read_nowait()
+                if len(body) > self._body_max_bytes:
+                    raise BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
+            else:
                 body = await self._read(request)
+            if connection.broken:
+                raise RequestError("the body is not framed as HTTP demands")
             taken = len(body)
             self._count(taken)
             if connection.half_closed:
@@ -138,8 +146,6 @@ class Inference:
                 pieces.append(piece)
         except TimeoutError:
             raise BodyTimeout(f"no piece of the body came for {self._body_silence_s:.0f} s") from None
-        except web.RequestPayloadError as error:
-            raise RequestError("the body is not framed as HTTP demands") from error
         finally:
             self._bodies_bytes -= sum(map(len, pieces))
         return b"".join(pieces)
@@ -180,8 +186,7 @@ class Inference:
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
     ) -> web.StreamResponse:
         """Run the request where it was granted; the grant is given back on every way out."""
-        now = asyncio.get_running_loop().time
-        started = now()
+        started = time.monotonic()
         passed = Passed()
         answer: Answer | None = None
         status = 0
@@ -225,7 +230,7 @@ class Inference:
                 result=passed.result,
                 status=status,
                 ttft_s=None if first is None else first - started,
-                duration_s=now() - started,
+                duration_s=time.monotonic() - started,
                 usage=passed.usage,
                 detail=passed.detail,
             )
@@ -318,6 +323,15 @@ def check_declared(request: web.BaseRequest, most_bytes: int) -> None:
     length = request.content_length
     if length is not None and length > most_bytes:
         raise BodyTooLarge(f"the body is larger than {most_bytes} bytes")
+
+
+def check_encoding(request: web.BaseRequest) -> None:
+    """Refuse what can be known not to be JSON; any other label is ignored, as the engine ignores it."""
+    headers = request.headers
+    if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        raise UnsupportedBody("compressed request bodies are not supported")
+    if headers.get("Content-Type", "").lstrip().lower().startswith("multipart/"):
+        raise UnsupportedBody("multipart bodies are not supported; send JSON")
 
 
 def expects_continue(request: web.BaseRequest) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import struct
+import time
 from dataclasses import dataclass
 
 import msgspec
@@ -72,7 +73,6 @@ async def relay(
     writer = _Writer(request, b"".join(lines), chunked, passed)
     watch: StreamScanner | _BodyWatch = StreamScanner() if streamed else _BodyWatch()
     body = answer.body
-    now = asyncio.get_running_loop().time
     whole = False
     try:
         chunk = body.read_nowait()
@@ -80,7 +80,7 @@ async def relay(
             if chunk:
                 watch.feed(chunk)
                 if passed.first_content_at is None and watch.content_seen:
-                    passed.first_content_at = now()
+                    passed.first_content_at = time.monotonic()
             if body.at_eof():
                 writer.end(chunk)
                 whole = True

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.http_parser import HttpRequestParser
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from viiwork.errors import RequestError, ViiworkError
 from viiwork.limits import (
@@ -19,11 +20,14 @@ from viiwork.limits import (
     HEADERS_MAX,
     IDLE_S,
     KIB,
+    LINGER_S,
     WRITE_STALL_S,
 )
 from viiwork.wire.openai import error_body
 
 log = logging.getLogger("viiwork.api")
+
+READ_BYTES = 256 * KIB  # of a body are read ahead, at most twice this
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -37,6 +41,22 @@ class ClientConnection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self.needed = False  # work runs that is only worth while somebody waits for it
         self.half_closed = False
+        self.broken = False  # the request being read lost its framing
+        # One message at a time: the parser forgets what it has read when a later request of the same
+        # packet is broken, and those before it would go unanswered.
+        self._max_msg_queue_size = 1
+        self._msg_queue_resume_size = 0
+        self._parser = HttpRequestParser(
+            self,
+            self._loop,
+            READ_BYTES,
+            max_line_size=HEADER_FIELD_MAX_BYTES,
+            max_field_size=HEADER_FIELD_MAX_BYTES,
+            max_headers=HEADERS_MAX,
+            payload_exception=web.RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=1,
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -57,8 +77,24 @@ class ClientConnection(RequestHandler):
         if waiter is not None and not waiter.done():
             if self._header_timer is None and data:
                 self._header_timer = self._loop.call_later(self._header_read_s, self._header_late)
-        elif self._header_timer is not None and self._messages:
-            self._stop_header_timer()
+            return
+        if self._messages:
+            if self._header_timer is not None:
+                self._stop_header_timer()
+            request = self._current_request
+            if (
+                isinstance(self._messages[-1][0], _ErrInfo)
+                and request is not None
+                and not request.content.is_eof()
+            ):
+                # The parser leaves a half-read body to wait for ever.
+                self.broken = True
+                request.content.feed_eof()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Called for every piece read; without a pause before it the parser has nothing left."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """A client that closes for sending has left, as it has for the engine.
@@ -67,7 +103,8 @@ class ClientConnection(RequestHandler):
         would hold a slot. Only what is answered at once is still answered.
         """
         self.half_closed = True
-        if self.needed or not (self._messages or self._request_in_progress):
+        idle = self._waiter is not None and not self._waiter.done()
+        if self.needed or idle:
             return None
         self.close()
         return True
@@ -108,29 +145,25 @@ class ClientServer(web.Server):
         self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S
     ) -> None:
         super().__init__(cast(Any, handler), handler_cancellation=True)
-        self._make = lambda: ClientConnection(
-            self,
-            loop=self._loop,
-            header_read_s=header_read_s,
-            keepalive_timeout=idle_s,
-            access_log=cast(Any, None),
-            max_line_size=HEADER_FIELD_MAX_BYTES,
-            max_field_size=HEADER_FIELD_MAX_BYTES,
-            max_headers=HEADERS_MAX,
-            read_bufsize=256 * KIB,
-            auto_decompress=False,
-            lingering_time=2.0,
-        )
+        self._header_read_s = header_read_s
+        self._idle_s = idle_s
 
     def __call__(self) -> RequestHandler:
-        return self._make()
+        return ClientConnection(
+            self,
+            loop=self._loop,
+            header_read_s=self._header_read_s,
+            keepalive_timeout=self._idle_s,
+            access_log=cast(Any, None),
+            read_bufsize=READ_BYTES,
+            lingering_time=LINGER_S,
+        )
 
 
 class Sent(web.StreamResponse):
-    """Tells aiohttp that a handler has written its answer itself."""
+    """Tells aiohttp that a handler has written its answer itself; of a response it is only the name."""
 
     def __init__(self, keep_alive: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._keep_alive = keep_alive
 
     async def prepare(self, request: web.BaseRequest) -> None:
@@ -142,7 +175,12 @@ class Sent(web.StreamResponse):
 
 def json_answer(status: int, value: Any, headers: Mapping[str, str] | None = None) -> web.Response:
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    return web.Response(
+        status=status,
+        body=body,
+        content_type="application/json",
+        headers={"Server": "viiwork", **(headers or {})},
+    )
 
 
 def error_answer(

@@ -72,6 +72,11 @@ class Connection(ResponseHandler):
         if self.on_lost is not None:
             self.on_lost(self)
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Called for every piece read; without a pause before it the parser has nothing left."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def start(self) -> None:
         """Make ready for the next answer."""
         self.unseen = False

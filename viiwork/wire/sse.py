@@ -57,11 +57,9 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> None:
         self._end = chunk[-4:] if len(chunk) >= 4 else (self._end + chunk)[-4:]
-        if self.content_seen and not self._carry and chunk.endswith(b"\n"):
-            for word in _TELLING:
-                if word in chunk:
-                    break
-            else:
+        if self.content_seen and not self._carry and not self._data and chunk.endswith(b"\n"):
+            chunk = _telling_part(chunk)
+            if not chunk:
                 return
         if b"\r" in chunk:
             # A pair cut in two leaves one empty line too many, which ends nothing that is open.
@@ -77,19 +75,25 @@ class StreamScanner:
             del self._carry[: len(self._carry) - SSE_TAIL_BYTES]
 
     def _scan(self, lines: bytes) -> None:
-        if self.content_seen and not any(word in lines for word in _TELLING):
-            return
-        for line in lines.split(b"\n")[:-1]:
+        if self.content_seen and not self._data:
+            lines = _telling_part(lines)
+        at = 0
+        while (end := lines.find(b"\n", at)) >= 0:
+            line = lines[at:end]
+            at = end + 1
             if line.startswith(b"data:"):
                 self._data.append(line[5:])
             elif not line:
                 if self._data:
                     data = b"\n".join(self._data).strip()
                     self._data.clear()
+                    silent = not self.content_seen
                     self._event(data)
+                    if silent and self.content_seen:  # from here on most events are of no interest
+                        lines, at = _telling_part(lines[at:]), 0
             elif line.startswith(b"error:"):  # old engines put errors into a field of their own
                 self.error_seen = True
-            elif line.startswith(b"{") or not line.startswith((b":", b"event:", b"id:", b"retry:")):
+            elif not line.startswith((b":", b"event:", b"id:", b"retry:")):
                 self._cut_line(line)
         if len(self._data) > 1 and sum(map(len, self._data)) > SSE_LINE_MAX_BYTES:
             self._data.clear()
@@ -119,6 +123,18 @@ class StreamScanner:
         if len(line) >= SSE_TAIL_BYTES:
             self.content_seen = True
         self.usage = _merged(self.usage, usage_of_tail(line))
+
+
+def _telling_part(lines: bytes) -> bytes:
+    """What is left of `lines` without the events before the first that may matter; b"" when none may."""
+    first = len(lines)
+    for word in _TELLING:
+        at = lines.find(word, 0, first)
+        if at >= 0:
+            first = at
+    if first == len(lines):
+        return b""
+    return lines[lines.rfind(b"\n\n", 0, first) + 2 :] if b"\n\n" in lines[:first] else lines
 
 
 def usage_of_tail(tail: bytes) -> Usage | None:
