@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -52,7 +51,8 @@ async def engine(model: Path, folder: Path, slots: int, flash: str = "auto") -> 
         port = free.getsockname()[1]
     command = [sys.executable, str(HOST), str(model), str(slots), str(CTX), str(folder), str(port), flash]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=log, stderr=log)
     try:
         async with aiohttp.ClientSession() as http:
             async with asyncio.timeout(60):
@@ -61,14 +61,13 @@ async def engine(model: Path, folder: Path, slots: int, flash: str = "auto") -> 
                         async with http.get(f"http://127.0.0.1:{port}/health") as answer:
                             if answer.status == 200:
                                 break
-                    assert process.poll() is None, (folder / "log").read_text()[-2000:]
+                    assert process.returncode is None, (folder / "log").read_text()[-2000:]
                     await asyncio.sleep(0.05)
             yield Engine(f"http://127.0.0.1:{port}", folder, http)
     finally:
-        process.kill()
-        process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 async def layout_of(target: Engine, worker: Any, slot: int) -> Layout:

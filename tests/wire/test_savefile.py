@@ -37,7 +37,7 @@ class Reads:
         self.data, self.bytes_read, self.largest = data, 0, 0
 
     def __call__(self, offset: int, size: int) -> bytes:
-        assert 0 <= offset and 0 <= size and offset + size <= len(self.data)
+        assert min(offset, size) >= 0 and offset + size <= len(self.data)
         self.bytes_read += size
         self.largest = max(self.largest, size)
         return self.data[offset : offset + size]
@@ -232,7 +232,9 @@ def test_a_damaged_file_is_an_error_or_agrees_with_the_reference_reader(data: st
         if kind == "flip":
             whole[at : at + 1] = bytes([data.draw(st.integers(0, 255))])
         elif kind == "word":
-            whole[at : at + 4] = struct.pack("<I", data.draw(st.sampled_from([0, 1, 2, 255, 1 << 31, 2**32 - 1])))
+            whole[at : at + 4] = struct.pack(
+                "<I", data.draw(st.sampled_from([0, 1, 2, 255, 1 << 31, 2**32 - 1]))
+            )
         elif kind == "cut":
             del whole[at:]
         else:
