@@ -127,31 +127,33 @@ async def test_a_flipped_bit_anywhere_is_noticed(
     await assert_empty(b, tmp_path, "b")
 
 
-@pytest.mark.parametrize(
-    ("job", "grant", "reasons"),
-    [
-        ({"key": mesh_key("other")}, {}, ("link_lost", "wrong_key")),
-        ({"local_name": "mallory"}, {}, ("link_lost", "wrong_peer")),
-        ({"peer_name": "c"}, {}, ("wrong_peer", "link_lost")),
-        ({}, {"require_encrypt": True}, ("link_lost", "plaintext")),
-        ({"model_fp": b"x" * 32}, {}, ("wrong_model", "wrong_model")),
-        ({}, {"models": ()}, ("wrong_model", "wrong_model")),
-        ({"n_written": 5}, {}, ("bad_file", "link_lost")),
-        ({"n_saved": 5}, {}, ("bad_file", "link_lost")),
-        ({"n_vocab": 10}, {}, ("bad_file", "link_lost")),
-    ],
-    ids=str,
-)
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"key": mesh_key("other")}, {}, ["link_lost", "wrong_key"]),
+    ({"local_name": "mallory"}, {}, ["link_lost", "wrong_peer"]),
+    ({"peer_name": "c"}, {}, ["wrong_peer", "link_lost"]),
+    ({}, {"require_encrypt": True}, ["link_lost", "plaintext"]),
+    ({"model_fp": b"x" * 32}, {}, ["wrong_model", "wrong_model"]),
+    ({}, {"models": ()}, ["wrong_model", "wrong_model"]),
+    ({"n_written": 5}, {}, ["bad_file", "link_lost"]),
+    ({"n_saved": 5}, {}, ["bad_file", "link_lost"]),
+    ({"n_vocab": 10}, {}, ["bad_file", "link_lost"]),
+    ({"path": "/nowhere/at/all"}, {}, ["io_error", "link_lost"]),
+    ({"path": "/dev/null"}, {}, ["bad_file", "link_lost"]),
+]
+
+
 async def test_what_does_not_fit_is_refused_with_its_reason(
-    kit: Any, workers: Any, save: Any, tmp_path: Path, job: Any, grant: Any, reasons: tuple[str, str]
+    kit: Any, workers: Any, save: Any, tmp_path: Path
 ) -> None:
     path, data = save
     b = await workers("b")
-    near, far = kit.tcp_pair()
-    sending, receiving = b.send(near, kit.send_job(path, **job)), b.receive(far, kit.grant_for(data, **grant))
-    assert tuple(await outcome(sending, receiving)) == reasons
+    for job, grant, reasons in MISFITS:
+        near, far = kit.tcp_pair()
+        sending = b.send(near, kit.send_job(path, **{"path": str(path), **job}))
+        receiving = b.receive(far, kit.grant_for(data, **grant))
+        assert await outcome(sending, receiving) == reasons, job or grant
     await assert_empty(b, tmp_path, "b")
-    assert sum(b.stats().failures.values()) == 2
+    assert sum(b.stats().failures.values()) == 2 * len(MISFITS)
 
 
 async def test_a_session_longer_than_the_slot_is_refused(kit: Any, workers: Any, save: Any) -> None:
