@@ -243,9 +243,8 @@ def measure_one(
 def show(row: dict[str, Any]) -> None:
     name = "encrypted" if row["encrypt"] else "plain"
     print(f"{row['link_gbits']:>3} Gb/s {name:<10} {row['bytes'] / 1e6:.0f} MB")
-    print(
-        f"    rate {row['rate_gbits']} Gb/s, iperf3 {row['iperf3_gbits']} Gb/s: {row['of_iperf3']:.1%} (median)"
-    )
+    share = f"{row['of_iperf3']:.1%} (median)"
+    print(f"    rate {row['rate_gbits']} Gb/s, iperf3 {row['iperf3_gbits']} Gb/s: {share}")
     for side in ("send", "receive"):
         last = row["last"][side]
         stages = ", ".join(f"{k} {v}" for k, v in last["stages"].items() if v)

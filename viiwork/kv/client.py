@@ -132,6 +132,8 @@ class KvWorker:
 
     async def render(self, replica: str, target: Layout, out: Path) -> jobs.RenderDone:
         """Write `out`, which must not exist, as a file `target` restores; it is the caller's to remove."""
+        if os.path.lexists(out):
+            raise KvError("io_error", f"{out} exists already")
         job = jobs.RenderJob(replica=replica, target=target, out=str(out))
         try:
             done = await self._ask(job, jobs.RenderDone, LOCAL_JOB_S)

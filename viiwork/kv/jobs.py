@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from viiwork.errors import KvError
-from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOB_DEADLINE_S
+from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOB_DEADLINE_S, KV_SILENCE_S
 from viiwork.wire.replica import Manifest
 from viiwork.wire.savefile import Layout, SaveInfo, StateShape
 
@@ -54,6 +54,7 @@ class SendJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     n_saved: int = 0
     n_vocab: int = 0
     deadline_s: float = KV_JOB_DEADLINE_S
+    silence_s: float = KV_SILENCE_S
 
 
 class ReceiveGrant(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +66,7 @@ class ReceiveGrant(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True
     models: tuple[ModelTerms, ...]
     require_encrypt: bool = False
     deadline_s: float = KV_JOB_DEADLINE_S
+    silence_s: float = KV_SILENCE_S
 
 
 class RenderJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

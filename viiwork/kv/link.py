@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from viiwork.errors import ChannelError, KvError
 from viiwork.kv.jobs import ReceiveGrant, SendJob
-from viiwork.limits import KV_HANDSHAKE_S, KV_SILENCE_S
+from viiwork.limits import KV_HANDSHAKE_S
 from viiwork.native.mover import recv_exact, send_all
 from viiwork.wire.channel import (
     HEADER_BYTES,
@@ -88,10 +88,10 @@ def file_errors() -> Iterator[None]:
 class Link:
     """Frames over one socket. Owns the socket: `close` it. Sending and receiving may be on two threads."""
 
-    def __init__(self, sock: socket.socket, deadline_s: float, cancel: Cancel) -> None:
+    def __init__(self, sock: socket.socket, job: SendJob | ReceiveGrant, cancel: Cancel) -> None:
         self._sock, self._fd, self._cancel = sock, sock.fileno(), cancel
-        self._silence_ms = int(KV_SILENCE_S * 1000)
-        self._deadline = time.monotonic() + deadline_s
+        self._silence_ms = int(job.silence_s * 1000)
+        self._deadline = time.monotonic() + job.deadline_s
         self._expect_seq = 0
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)

@@ -24,7 +24,7 @@ def receive_state(
     """Verify and commit one replica. Closes `sock`; raises `KvError` with nothing left behind."""
     started = time.monotonic()
     stages = Stages()
-    link = Link(sock, grant.deadline_s, cancel)
+    link = Link(sock, grant, cancel)
     try:
         session = link.respond(grant)
         stages.handshake_s = time.monotonic() - started

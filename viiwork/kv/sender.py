@@ -21,7 +21,7 @@ def send_state(sock: socket.socket, job: SendJob, cancel: Cancel) -> SendDone:
     """Offer the file and send it when the peer wants it. Closes `sock`; raises `KvError`."""
     started = time.monotonic()
     stages = Stages()
-    link = Link(sock, job.deadline_s, cancel)
+    link = Link(sock, job, cancel)
     try:
         with open_save(job.path, job.n_written) as (fd, size):
             info = parse(pread_of(fd), size, n_vocab=job.n_vocab)

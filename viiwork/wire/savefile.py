@@ -143,6 +143,7 @@ class _Kv:
     cells: int = 0
     meta_offset: int = 0
     data_offset: int = 0
+    data_end: int = 0
     v_trans: bool = False
     rot: tuple[int, int] = (0, 0)
     k: tuple[Plane, ...] = ()
@@ -181,7 +182,6 @@ def parse(pread: PRead, total: int, *, n_vocab: int = 0) -> SaveInfo:
         k=kv.k,
         v=kv.v,
     )
-    headers = len(kv.k) * 12 + len(kv.v) * (16 if kv.v_trans else 12)
     return SaveInfo(
         shape=shape,
         n_tokens=len(tokens),
@@ -193,7 +193,7 @@ def parse(pread: PRead, total: int, *, n_vocab: int = 0) -> SaveInfo:
         state_offset=state,
         meta_offset=kv.meta_offset,
         data_offset=kv.data_offset,
-        data_end=kv.data_offset + 16 + headers + kv.cells * shape.token_bytes,
+        data_end=kv.data_end,
         total_bytes=total,
     )
 
@@ -305,6 +305,7 @@ def _kv(cursor: _Cursor, ext: bool, has_v: bool) -> _Kv:
         kv.k = tuple(_rows(cursor, cells) for _ in range(n_layer))
         read_v = _strips if v_trans else _rows
         kv.v = tuple(read_v(cursor, cells) for _ in range(n_layer if has_v else 0))
+        kv.data_end = cursor.offset
     return kv
 
 
