@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from viiwork.config.model import GpuSection, HealthSection, LlamacppSection, ModelSection
+from viiwork.config.model import HealthSection, LlamacppSection, ModelSection
 from viiwork.engine.backend import Pace
 from viiwork.engine.ladder import Rules
-from viiwork.engine.supervisor import BackendView, Supervisor
+from viiwork.engine.supervisor import BackendView, HostFacts, Supervisor
 
 FAKE = Path(__file__).parent.parent / "fakes" / "llama_server.py"
 PATIENCE_S = 40.0  # nothing waits so long unless it is broken
@@ -66,7 +66,6 @@ class Watched:
         self.supervisor = Supervisor(
             models,
             health=HealthSection(),
-            gpu=GpuSection(vendor="none"),
             run_dir=tmp_path / "run",
             save_root=tmp_path / "save",
             hidden_env=frozenset({"SECRET_OF_THE_MESH"}),
@@ -110,7 +109,7 @@ async def watch(tmp_path: Path) -> AsyncIterator[Watch]:
             pace or Pace(starting_probe_s=0.05, probe_s=0.1, probe_timeout_s=1.0, load_poll_s=0.1),
         )
         running.append(watched)
-        await watched.supervisor.start()
+        await watched.supervisor.start(HostFacts())
         return watched
 
     yield start

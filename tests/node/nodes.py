@@ -30,7 +30,9 @@ def free_port(host: str) -> int:
                 return port
 
 
-def model_entry(name: str, path: Path | str, *, context: int = 1024, parallel: int = 2, binary: str = "embedded") -> str:
+def model_entry(
+    name: str, path: Path | str, *, context: int = 1024, parallel: int = 2, binary: str = "embedded"
+) -> str:
     """One entry of `models:`."""
     return (
         f"  - {{name: {name}, engine: llamacpp, path: {path}, context: {context}, parallel: {parallel}, "
@@ -128,7 +130,9 @@ class NodeProcess:
         self._pids = {b["id"]: b["pid"] for b in backends if "pid" in b}
         return status
 
-    async def until(self, http: aiohttp.ClientSession, what: str, true, within_s: float = READY_S) -> dict[str, Any]:
+    async def until(
+        self, http: aiohttp.ClientSession, what: str, true, within_s: float = READY_S
+    ) -> dict[str, Any]:
         """The first status for which `true(status)` holds."""
         status: dict[str, Any] = {}
         deadline = asyncio.get_running_loop().time() + within_s
@@ -138,7 +142,9 @@ class NodeProcess:
                 if true(status):
                     return status
             if self.process is not None and self.process.poll() is not None:
-                raise AssertionError(f"{self.name} ended with {self.process.returncode} before {what}:\n{self.log[-2000:]}")
+                raise AssertionError(
+                    f"{self.name} ended with {self.process.returncode} before {what}:\n{self.log[-2000:]}"
+                )
             await asyncio.sleep(0.05)
         raise AssertionError(f"{self.name} not {what} within {within_s} s: {status}\n{self.log[-3000:]}")
 
@@ -146,7 +152,9 @@ class NodeProcess:
         return await self.until(
             http,
             "healthy",
-            lambda s: all(b["status"] == "healthy" for m in s["models"] for b in m["backends"]) and s["models"],
+            lambda s: (
+                all(b["status"] == "healthy" for m in s["models"] for b in m["backends"]) and s["models"]
+            ),
         )
 
     async def until_idle(self, http: aiohttp.ClientSession, within_s: float = 5.0) -> dict[str, Any]:

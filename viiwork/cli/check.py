@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         loaded = load_config(args.config, os.environ)
     except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(error, file=sys.stderr)
         return error.exit_code
     for line in (*loaded.warnings, *startup_problems(loaded.config)):
-        print(f"warning: {line}", file=sys.stderr)  # noqa: T201
+        print(f"warning: {line}", file=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # what is printed is a config file, and those are UTF-8
     sys.stdout.write(f"# mesh: {_mode(loaded)}\n{effective_yaml(loaded.config)}")

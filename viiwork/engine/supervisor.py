@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
-import psutil
 
-from viiwork.config.model import GpuSection, HealthSection, ModelSection
+from viiwork.config.model import HealthSection, ModelSection
 from viiwork.engine import events as ev
 from viiwork.engine.backend import Backend, Pace, Shared
 from viiwork.engine.binary import FlagProbe
@@ -31,8 +29,7 @@ class Supervisor:
     """Owns the engine processes of the node. Every method runs on the event loop's thread.
 
     `in_flight` tells how many requests a backend serves now; `on_change` hears of every change that matters
-    to routing and must not block. `facts` are the machine's; without them threads and memory are looked up
-    here and `gpu.vendor: auto` means none. `run_dir` keeps the list of running engines, so that a node
+    to routing and must not block. `run_dir` keeps the list of running engines, so that a node
     started again kills what an earlier one left behind.
     """
 
@@ -41,13 +38,11 @@ class Supervisor:
         models: Sequence[ModelSection],
         *,
         health: HealthSection,
-        gpu: GpuSection,
         run_dir: Path,
         save_root: Path | None,
         hidden_env: frozenset[str],
         in_flight: Callable[[str], int],
         on_change: Callable[[BackendView], None],
-        facts: HostFacts | None = None,
         pace: Pace | None = None,
         rules: Rules | None = None,
     ) -> None:
@@ -57,7 +52,6 @@ class Supervisor:
         self._hidden_env = hidden_env
         self._in_flight = in_flight
         self._on_change = on_change
-        self._facts = facts or _plain_facts(gpu)
         self._pace = pace or Pace(probe_s=health.interval, probe_timeout_s=health.timeout)
         self._rules = rules or Rules(
             max_failures=health.max_failures,
@@ -68,7 +62,7 @@ class Supervisor:
         self._session: aiohttp.ClientSession | None = None
         self._backends: dict[str, Backend] = {}
 
-    async def start(self) -> None:
+    async def start(self, facts: HostFacts) -> None:
         """Begin; returns at once. Backends load one by one, the first of every model before any second."""
         await asyncio.to_thread(self._guard.start)
         self._session = aiohttp.ClientSession(
@@ -82,7 +76,7 @@ class Supervisor:
             gate=asyncio.Lock(),
             flags=FlagProbe(),
             ports=PortPicker(),
-            facts=self._facts,
+            facts=facts,
             hidden_env=self._hidden_env,
             pace=self._pace,
             in_flight=self._in_flight,
@@ -133,9 +127,3 @@ def load_order(models: Sequence[ModelSection]) -> list[tuple[ModelSection, int]]
     counts = [(model, backend_count(model)) for model in models]
     deepest = max((count for _, count in counts), default=0)
     return [(model, index) for index in range(deepest) for model, count in counts if index < count]
-
-
-def _plain_facts(gpu: GpuSection) -> HostFacts:
-    vendor = "none" if gpu.vendor == "auto" else gpu.vendor
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return HostFacts(cpus=cpus, ram_bytes=psutil.virtual_memory().total, vendor=vendor)

@@ -64,7 +64,7 @@ class NodeFacts:
         own = {model.name for model in self._config.models}
         found = []
         for model in self._fleet():
-            entry = {
+            entry: dict[str, Any] = {
                 "id": model.name,
                 "object": "model",
                 "owned_by": "local" if model.name in own else "peer",

@@ -27,6 +27,7 @@ from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import state_fingerprint
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
+from viiwork.node.machine import machine_facts
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.paths import Folders, open_folders
 from viiwork.version import VERSION
@@ -62,7 +63,7 @@ class Node:
             host, port = await self._api.listen("", 0, sock=api_socket)
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
-            await self._supervisor.start()
+            await self._supervisor.start(await asyncio.to_thread(machine_facts, self._config))
             tasks = [
                 asyncio.create_task(self._join_mesh(), name="mesh"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
@@ -88,7 +89,6 @@ class Node:
         self._supervisor = Supervisor(
             config.models,
             health=config.health,
-            gpu=config.gpu,
             run_dir=folders.run,
             save_root=folders.saves,
             hidden_env=hidden,
