@@ -15,7 +15,7 @@ from aiohttp import web
 
 from viiwork.mesh.admission import MeshIdentity
 from viiwork.mesh.membership import Membership
-from viiwork.mesh.values import Member, MemberEvent, host_port
+from viiwork.mesh.values import Member, MemberEvent
 
 PATIENCE_S = 30.0  # only a broken test waits this long
 
@@ -63,8 +63,7 @@ class MeshNode:
 
     @property
     def gossip(self) -> str:
-        local = self.membership.local()
-        return host_port(local.addr, local.gossip_port)
+        return self.membership.local().gossip
 
 
 def identity(name: str, ip: str, **changes) -> MeshIdentity:

@@ -16,6 +16,7 @@ import pytest
 from viiwork.errors import DuplicateName, MeshError, NoOwnAddress, PortTaken
 from viiwork.host.network import port_owner
 from viiwork.limits import DEPARTED_KEPT_S, NAME_GRACE_S
+from viiwork.mesh import membership
 from viiwork.mesh.membership import Membership
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -128,6 +129,33 @@ async def test_a_young_process_gives_up_a_name_that_is_taken_and_an_older_one_ke
     assert not old.fatal.items
     assert any(young.gossip in line for line in old.membership.problems())
     assert [(m.name, m.addr) for m in old.membership.members()] == [("a", "127.0.0.1")]
+
+
+async def test_a_young_process_with_the_lower_address_gives_way_to_an_older_one_too(start_node, monkeypatch):
+    monkeypatch.setattr(membership, "_DUEL_S", 0.05)
+    clock = Clock()
+    old = await start_node("a", "127.0.0.9", options={"now": clock})
+    clock.now += NAME_GRACE_S
+    young = await start_node("a", "127.0.0.2", old)
+    error = await young.fatal.until(lambda e: True)
+    assert isinstance(error, DuplicateName) and old.gossip in str(error)
+    assert not old.fatal.items
+
+
+async def test_of_two_young_processes_with_one_name_one_stays(start_node):
+    gone = asyncio.Event()
+
+    async def sleep(seconds):
+        await (gone.wait() if seconds == membership._DUEL_S else asyncio.sleep(seconds))
+
+    low = await start_node("a", "127.0.0.2", options={"sleep": sleep})
+    high = await start_node("a", "127.0.0.3", low)
+    await high.fatal.until(lambda e: isinstance(e, DuplicateName))
+    await high.membership.stop()  # what a node does with such an error
+    gone.set()
+    duel = next(t for t in asyncio.all_tasks() if t.get_name() == "mesh-duel")
+    await duel
+    assert not low.fatal.items
 
 
 async def test_a_third_node_keeps_the_first_bearer_of_a_name(start_node):

@@ -14,6 +14,7 @@ from viiwork.errors import ChannelRefused
 from viiwork.limits import CHANNEL_HEAD_MAX_BYTES
 from viiwork.mesh import channel
 from viiwork.mesh.channel import PROTOCOL, open_raw_channel
+from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import CHANNEL_PATH, PeerClient
 from viiwork.wire.signature import FORWARDED, SIGNER, Verifier
 
@@ -180,3 +181,35 @@ async def test_redirects_proxies_and_encodings_are_left_alone(peer, serve, monke
     for _ in range(2):
         async with peer.request("GET", f"http://{member.api}/x") as plain:
             assert await plain.read() == b""  # no header of our own, and bytes as they came
+
+
+async def test_in_an_open_mesh_a_channel_comes_from_the_address_members_know(serve, make_member):
+    seen = []
+
+    async def refuse(request):
+        us = make_member("a", "127.0.0.7", 8086)
+        origins = MeshOrigins("b", (), PeerClient("b"), {"a": us}.get)
+        sender = origins.sent_by(
+            "POST", request.path_qs, request.headers, await request.read(), request.remote
+        )
+        seen.append((sender, request.remote))
+        return web.Response(status=409)
+
+    member = await serve(refuse)
+    client = PeerClient("a")
+    client.own_ip = "127.0.0.7"
+    with pytest.raises(ChannelRefused, match="409"):
+        await client.open_channel(member, {})
+    assert seen == [("a", "127.0.0.7")]
+
+
+async def test_with_a_secret_the_system_chooses_the_source_address(peer):
+    peer.own_ip = "127.0.0.7"
+    assert peer.source_ip == ""
+
+
+async def test_an_own_address_that_is_gone_is_a_refused_channel(make_member, silent_port):
+    client = PeerClient("a")
+    client.own_ip = "203.0.113.9"
+    with pytest.raises(ChannelRefused, match=r"from 203\.0\.113\.9"):
+        await client.open_channel(make_member("b", "127.0.0.3", silent_port), {})

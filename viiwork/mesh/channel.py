@@ -43,7 +43,10 @@ async def open_raw_channel(
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if source_ip:
-            sock.bind((source_ip, 0))
+            try:
+                sock.bind((source_ip, 0))
+            except OSError as error:
+                raise ChannelRefused(f"cannot reach {where} from {source_ip}: {error}") from error
         answer = await _upgrade(sock, addr, port, where, request)
         sock.setblocking(True)
     except BaseException:

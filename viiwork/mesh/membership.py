@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import kinship
@@ -38,6 +39,7 @@ from viiwork.mesh.values import EventKind, Member, MemberEvent, MemberState, hos
 log = logging.getLogger(__name__)
 
 CLUSTER = "viiwork"  # label on every packet: other kinship clusters on the port ignore us and we them
+_DUEL_S = 3.0  # a node that gives up its name leaves the mesh first, within a second
 _WATCH_S = 2.0  # how often the counters are looked at; only problems wait for it
 
 _STATES: dict[kinship.State, MemberState] = {
@@ -63,18 +65,21 @@ class Membership:
         on_fatal: Callable[[MeshError], None] | None = None,
         port_owner: Callable[[int, str], str | None] | None = None,
         now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._id = identity
         self._on_event = on_event
         self._on_fatal = on_fatal
         self._port_owner = port_owner
         self._now = now
+        self._sleep = sleep
         self._born_at = now()
         self._cluster: kinship.Cluster | None = None
         self._members: dict[str, Member] = {}  # alive and suspect, this node excluded
         self._departed: dict[str, tuple[float, Member]] = {}  # oldest first
         self._problems = Problems()
         self._tasks: list[asyncio.Task[None]] = []
+        self._duel: asyncio.Task[None] | None = None  # while it is open who keeps our name
         self._fatal = False
 
     async def start(self) -> None:
@@ -120,7 +125,7 @@ class Membership:
     async def stop(self) -> None:
         """Say goodbye within LEAVE_TIMEOUT_S, then close."""
         cluster, self._cluster = self._cluster, None
-        tasks, self._tasks = self._tasks, []
+        tasks, self._tasks = [*self._tasks, *([self._duel] if self._duel else [])], []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -289,10 +294,13 @@ class Membership:
         if raw.name == self._id.name:
             line = f"another node at {other_addr} bears our name {raw.name!r}; give one another node.name"
             due = self._problem(f"name {raw.name}", line)
-            if self._now() - self._born_at < NAME_GRACE_S:
+            if self._now() - self._born_at >= NAME_GRACE_S:
+                if due:
+                    self._emit(MemberEvent("conflict", self.local(), other_addr))
+            elif _address_key(self.local().gossip) > _address_key(other_addr):
                 self._die(DuplicateName(line))
-            elif due:
-                self._emit(MemberEvent("conflict", self.local(), other_addr))
+            elif self._duel is None or self._duel.done():
+                self._duel = asyncio.create_task(self._outlast(other_addr, line), name="mesh-duel")
             return
         line = f"two nodes claim the name {raw.name!r}: {raw.addr} and {other_addr}; the second is ignored"
         member = self._members.get(raw.name)
@@ -300,13 +308,27 @@ class Membership:
         if member is not None and self._problem(f"name {raw.name[:64]}", line):
             self._emit(MemberEvent("conflict", member, other_addr))
 
+    async def _outlast(self, other_addr: str, line: str) -> None:
+        """Give up the name too, unless its other bearer is gone in a moment.
+
+        Two young processes that both gave up at once would, started again by whoever looks after them,
+        give up for ever. So the one with the lower address looks whether the other is an older process,
+        which stays, or a young one, which has just given up.
+        """
+        await self._sleep(_DUEL_S)
+        if self._cluster is None:
+            return
+        with contextlib.suppress(kinship.KinshipError, ValueError):
+            if await self._cluster.join([other_addr]):
+                self._die(DuplicateName(line))
+
     # -- watching ----------------------------------------------------------------------------------
     async def _watch(self, cluster: kinship.Cluster) -> None:
         seen = udp_seen = cluster.stats()
         udp_due_at = self._now() + UDP_LOOK_S
         with contextlib.suppress(kinship.KinshipClosed):
             while True:
-                await asyncio.sleep(_WATCH_S)
+                await self._sleep(_WATCH_S)
                 stats = cluster.stats()
                 for key, line in unread_packets(seen, stats, is_open=self._id.is_open):
                     self._problem(key, line)
@@ -340,6 +362,16 @@ class Membership:
         now = self._now()
         for name in [n for n, (at, _) in self._departed.items() if now - at >= DEPARTED_KEPT_S]:
             del self._departed[name]
+
+
+def _address_key(address: str) -> tuple[int, int, int]:
+    """An order of addresses; one that cannot be read comes last."""
+    try:
+        ip, port = split_host_port(address)
+    except ValueError:
+        return 7, 0, 0
+    parsed = ipaddress.ip_address(ip)
+    return parsed.version, int(parsed), port
 
 
 async def _listens(address: str) -> bool:

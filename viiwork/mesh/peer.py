@@ -58,10 +58,7 @@ class PeerClient:
 
     @property
     def source_ip(self) -> str:
-        """Where connections to peers must come from, "" = anywhere.
-
-        An open mesh knows a node by its address.
-        """
+        """Where connections to peers come from, "" = anywhere; an open mesh knows a node by its address."""
         return "" if self._keys else self.own_ip
 
     def request(self, method: str, url: str, **kwargs: Any) -> aiohttp.client._RequestContextManager:

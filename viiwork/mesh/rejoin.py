@@ -76,8 +76,7 @@ class Rejoiner:
     def _unknown(self, addresses: Sequence[str]) -> list[str]:
         """Without ourselves, without who is here already, each once."""
         us, *others = self._membership.members()
-        known = {host_port(us.addr, us.gossip_port)}
-        known |= {host_port(m.addr, m.gossip_port) for m in others if m.is_present}
+        known = {us.gossip, *(m.gossip for m in others if m.is_present)}
         wanted: dict[str, None] = {}
         for address in addresses:
             try:

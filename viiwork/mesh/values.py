@@ -29,6 +29,11 @@ class Member:
         return host_port(self.addr, self.api_port)
 
     @property
+    def gossip(self) -> str:
+        """`ip:port` of its gossip, IPv6 in brackets."""
+        return host_port(self.addr, self.gossip_port)
+
+    @property
     def is_present(self) -> bool:
         """Alive or suspect; a suspect member may only be slow."""
         return self.state in ("alive", "suspect")
