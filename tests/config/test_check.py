@@ -175,6 +175,14 @@ def test_a_state_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, gguf: P
     assert problems(tmp_path, gguf, engine, state=tmp_path / "new/below") == []
 
 
+def test_what_this_user_may_not_touch_is_a_warning(tmp_path: Path, gguf: Path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root, who may run the tests, may touch all
+    assert problems(tmp_path, gguf, state=tmp_path / "new")[:2] == [
+        f"node.state_dir: {tmp_path}/new cannot be written, as {tmp_path} stands",
+        f"models[0].path: {gguf} cannot be read",
+    ]
+
+
 def test_an_engine_that_is_not_there_is_a_warning(tmp_path: Path, gguf: Path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     nowhere = str(tmp_path / "none")

@@ -93,14 +93,14 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(CONFIGS)
 def test_a_printed_config_loads_as_the_same_config(config: Config):
     printed = effective_yaml(config)
     assert parse_config(printed.encode(), "f.yaml", {}).config == config
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(CONFIGS)
 def test_another_yaml_reader_sees_the_same_texts(config: Config):
     read = yaml.safe_load(effective_yaml(config))

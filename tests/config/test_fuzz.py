@@ -75,19 +75,19 @@ def config_or_line(data: bytes) -> None:
         assert parse_config(effective_yaml(loaded.config).encode(), "f.yaml", ENV).config == loaded.config
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200) | st.lists(ODD, max_size=30).map(b"".join))
 def test_random_bytes(data: bytes):
     config_or_line(data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.text(max_size=100))
 def test_random_text(text: str):
     config_or_line(text.encode(errors="surrogatepass"))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, len(EXAMPLE)), st.integers(0, 12), ODD | st.binary(max_size=3)),
@@ -135,7 +135,7 @@ LINES = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(LINES), VALUES)
 def test_the_example_with_another_value_at_one_key(n: int, value: str):
     lines = EXAMPLE.splitlines()

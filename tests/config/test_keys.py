@@ -128,6 +128,12 @@ def test_direct_links_are_a_word_or_a_list(load, refusal):
     assert "kv_share.direct[0]: expected text, got a list" in refusal("kv_share: {direct: [[x]]}")
 
 
+def test_an_environment_is_a_mapping_or_nothing(load, refusal, model_file):
+    assert load(model_file(env="")).config.models[0].env == {}
+    assert "models[0].env: expected a mapping, got a list" in refusal(model_file(env="[A=b]"))
+    assert "models[0].env: expected a mapping, got A=b" in refusal(model_file(env="A=b"))
+
+
 def test_nothing_inside_a_list_or_an_environment_is_refused(refusal, model_file):
     assert "models[0].args[1]: expected text, got ~" in refusal(model_file(args="[a, ~]"))
     assert "models[0].env.A: expected text, got nothing" in refusal(model_file(env="{A: }"))

@@ -147,6 +147,11 @@ def test_what_is_not_is_refused_with_its_place_in_the_list(refusal, seed: str):
         ({}, ("llamacpp: {binary: bin/llama}",), "models[0].llamacpp.binary: expected an absolute path"),
         (
             {},
+            ("llamacpp: {binary: ' llama-server'}",),
+            "models[0].llamacpp.binary: expected a path, a name or",
+        ),
+        (
+            {},
             ("llamacpp: {split_mode: tensor}",),
             "models[0].llamacpp.split_mode: expected layer or row, got tensor",
         ),
