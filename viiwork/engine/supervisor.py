@@ -72,7 +72,8 @@ class Supervisor:
         """Begin; returns at once. Backends load one by one, the first of every model before any second."""
         await asyncio.to_thread(self._guard.start)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            # llama-server closes connections that were idle for 5 s; ours must be the earlier end.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
