@@ -122,6 +122,9 @@ async def test_slot_out_of_range_never_reaches_the_engine(serve: Serve, slot: in
         assert caught.value.reason == "no_such_slot"
 
 
+BAD_NAMES = ["", "..", ".", "a/b", "a\\b", " a", "a ", "a.", "a\0b", "x" * 256, 'q"', "a..b"]
+
+
 @pytest.mark.parametrize("name", BAD_NAMES)
 async def test_filename_the_engine_refuses_is_refused_here(serve: Serve, name: str) -> None:
     client = await serve(saying({}))
