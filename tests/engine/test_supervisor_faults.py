@@ -219,6 +219,16 @@ async def test_engine_that_answers_health_but_no_request_is_killed_and_replaced(
     assert (await watched.until_healthy(epoch=2)).pid != view.pid
 
 
+async def test_success_between_two_stalls_keeps_an_engine(watch: Watch, fake_model: Build) -> None:
+    watched = await watch(fake_model())
+    view = await watched.until_healthy()
+    for tell in ("stalled", "succeeded", "succeeded", "stalled"):
+        getattr(watched.supervisor, tell)("fake/0")
+    os.kill(view.pid, signal.SIGKILL)
+    respawn = await watched.until(lambda view: view.status == "respawn")
+    assert respawn.reason == "killed by signal 9", "it was given up before it was killed"
+
+
 async def test_hard_failure_and_one_failed_probe_end_an_engine(watch: Watch, fake_model: Build) -> None:
     pace = Pace(starting_probe_s=0.05, probe_s=600.0, probe_timeout_s=0.3, load_poll_s=0.1)
     watched = await watch(fake_model(), pace=pace)

@@ -89,6 +89,7 @@ class Backend:
         self._rss: int | None = None
         self._last_lines: tuple[str, ...] = ()
         self._published: tuple[object, ...] = ()
+        self._stalled = False  # since the last success
         self._closing = False
 
     # -- for the supervisor ------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class Backend:
         self._closing = True
         self._ladder.stop()
         if self._spawning is not None:
-            await asyncio.wait([self._spawning])
+            await asyncio.wait([self._spawning], timeout=timeout_s)
         if self._process is not None:
             await self._process.stop(timeout_s)
         for task in self._tasks:
@@ -112,6 +113,16 @@ class Backend:
     def feed(self, event: Event) -> None:
         """Tell the ladder; it hears in order, on the next turn of the loop."""
         self._events.put_nowait((self._epoch, event))
+
+    def stalled(self) -> None:
+        self._stalled = True
+        self.feed(ev.Stalled())
+
+    def succeeded(self) -> None:
+        """On the path of every request, so the ladder only hears what can matter to it."""
+        if self._stalled:
+            self._stalled = False
+            self.feed(ev.Succeeded())
 
     def view(self) -> BackendView:
         now = time.monotonic()
