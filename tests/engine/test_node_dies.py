@@ -98,6 +98,20 @@ async def test_guard_survives_the_signals_that_end_a_service_and_ends_with_the_n
     await gone(guard)
 
 
+async def test_node_killed_while_its_engine_loads_can_be_started_again_at_once(
+    start_node: Start, fake_model: Callable[..., ModelSection], tmp_path: Path
+) -> None:
+    starts = tmp_path / "starts"
+    model = fake_model(deaf=True, loading_s=-1, only_first=1, starts=str(starts))
+    first = start_node(model)
+    loading = await written_pid(starts)
+    first.kill()
+    start_node(model)
+    serving = await written_pid(tmp_path / "engine-pid")
+    await gone(loading)
+    assert serving != loading and is_alive(serving)
+
+
 @pytest.mark.engine
 async def test_killed_node_leaves_no_real_engine(start_node: Start, smollm2: Path, tmp_path: Path) -> None:
     model = ModelSection(name="smol", engine="llamacpp", path=str(smollm2), context=256)

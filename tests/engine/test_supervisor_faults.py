@@ -17,7 +17,7 @@ from viiwork.engine.backend import Pace
 from viiwork.engine.ladder import Rules
 from viiwork.engine.ports import PortPicker
 
-from .conftest import Watch, gone, is_alive, kill_if_alive, written_pid
+from .conftest import PATIENCE_S, Watch, gone, is_alive, kill_if_alive, written_pid
 
 Build = Callable[..., ModelSection]
 QUICK = Rules(backoff_first_s=0.05, dead_retry_first_s=600.0, stop_grace_s=0.5)
@@ -132,19 +132,6 @@ async def test_backends_load_one_at_a_time_in_order(watch: Watch, fake_model: Bu
     assert seen.index(("a/0", "healthy")) < seen.index(("b/0", "loading"))
 
 
-async def test_taken_port_costs_one_retry(
-    watch: Watch, fake_model: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        ports = iter([taken.getsockname()[1], PortPicker().pick()])
-        monkeypatch.setattr(PortPicker, "pick", lambda self: next(ports))
-        watched = await watch(fake_model())
-        view = await watched.until_healthy()
-    assert (view.epoch, view.respawns) == (2, 0)
-
-
 async def test_web_server_on_the_port_is_never_taken_for_the_engine(
     watch: Watch, fake_model: Build, tmp_path: Path
 ) -> None:
@@ -232,6 +219,16 @@ async def test_engine_that_answers_health_but_no_request_is_killed_and_replaced(
     assert (await watched.until_healthy(epoch=2)).pid != view.pid
 
 
+async def test_success_between_two_stalls_keeps_an_engine(watch: Watch, fake_model: Build) -> None:
+    watched = await watch(fake_model())
+    view = await watched.until_healthy()
+    for tell in ("stalled", "succeeded", "succeeded", "stalled"):
+        getattr(watched.supervisor, tell)("fake/0")
+    os.kill(view.pid, signal.SIGKILL)
+    respawn = await watched.until(lambda view: view.status == "respawn")
+    assert respawn.reason == "killed by signal 9", "it was given up before it was killed"
+
+
 async def test_hard_failure_and_one_failed_probe_end_an_engine(watch: Watch, fake_model: Build) -> None:
     pace = Pace(starting_probe_s=0.05, probe_s=600.0, probe_timeout_s=0.3, load_poll_s=0.1)
     watched = await watch(fake_model(), pace=pace)
@@ -285,3 +282,17 @@ async def test_killed_guard_process_is_replaced(watch: Watch, fake_model: Build,
     assert guard.pid != first and is_alive(guard.pid)
     entries = json.loads((tmp_path / "run" / "engines.json").read_text())
     assert [entry["group"] for entry in entries] == [watched.seen[-1].pid]
+
+
+async def test_taken_port_costs_one_retry_even_if_the_listener_there_is_silent(
+    watch: Watch, fake_model: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as silent:  # takes connections into its backlog and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        ports = iter([silent.getsockname()[1], PortPicker().pick()])
+        monkeypatch.setattr(PortPicker, "pick", lambda self: next(ports))
+        pace = Pace(starting_probe_s=0.01, probe_timeout_s=10 * PATIENCE_S)
+        watched = await watch(fake_model(), pace=pace)
+        view = await watched.until_healthy()
+    assert (view.epoch, view.respawns) == (2, 0)

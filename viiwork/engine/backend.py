@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -76,6 +77,7 @@ class Backend:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawning: asyncio.Task[None] | None = None
+        self._looking: list[asyncio.Task[None]] = []
         self._probe_wanted = asyncio.Event()
         self._epoch = 0
         self._process: EngineProcess | None = None
@@ -87,20 +89,19 @@ class Backend:
         self._rss: int | None = None
         self._last_lines: tuple[str, ...] = ()
         self._published: tuple[object, ...] = ()
+        self._stalled = False  # since the last success
         self._closing = False
 
     # -- for the supervisor ------------------------------------------------------------------------
     def start(self) -> None:
         self._go(self._run())
-        self._go(self._probe_loop())
-        self._go(self._load_loop())
 
     async def stop(self, timeout_s: float) -> None:
         """End the engine, then everything here. Idempotent."""
         self._closing = True
         self._ladder.stop()
         if self._spawning is not None:
-            await asyncio.wait([self._spawning])
+            await asyncio.wait([self._spawning], timeout=timeout_s)
         if self._process is not None:
             await self._process.stop(timeout_s)
         for task in self._tasks:
@@ -112,6 +113,16 @@ class Backend:
     def feed(self, event: Event) -> None:
         """Tell the ladder; it hears in order, on the next turn of the loop."""
         self._events.put_nowait((self._epoch, event))
+
+    def stalled(self) -> None:
+        self._stalled = True
+        self.feed(ev.Stalled())
+
+    def succeeded(self) -> None:
+        """On the path of every request, so the ladder only hears what can matter to it."""
+        if self._stalled:
+            self._stalled = False
+            self.feed(ev.Succeeded())
 
     def view(self) -> BackendView:
         now = time.monotonic()
@@ -205,6 +216,11 @@ class Backend:
             return
         self._process, self._url = process, f"http://127.0.0.1:{port}"
         self._started_at = time.monotonic()
+        self._looking = [
+            self._go(self._probe_loop(process, epoch, self._url)),
+            self._go(self._load_loop()),
+            self._go(self._rss_loop(process)),
+        ]
         log.info("[%s] process %d on port %d", self.id, process.pid, port)
         self._go(self._watch(process, epoch))
         self._publish()
@@ -232,6 +248,8 @@ class Backend:
 
     async def _watch(self, process: EngineProcess, epoch: int) -> None:
         code = await process.wait()
+        for task in self._looking:
+            task.cancel()  # a probe of what is gone would hold up the next one for its whole timeout
         lines = process.newest_lines(ENGINE_VIEW_LINES)
         quick = time.monotonic() - self._started_at < ENGINE_QUICK_EXIT_S
         self._last_lines = lines
@@ -258,24 +276,19 @@ class Backend:
             return
         self._tell(epoch, ev.WarmedUp())
 
-    # -- looking at it -----------------------------------------------------------------------------
-    async def _probe_loop(self) -> None:
+    # -- looking at it, as long as one process lives ------------------------------------------------
+    async def _probe_loop(self, process: EngineProcess, epoch: int, url: str) -> None:
         pace = self._shared.pace
         while True:
             starting = self._ladder.status == "starting"
             self._probe_wanted.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pace.starting_probe_s if starting else pace.probe_s):
                     await self._probe_wanted.wait()
-            except TimeoutError:
-                pass
-            if self._process is None or self._url is None:
-                continue
-            epoch, status = self._epoch, self._ladder.status
-            if status in ("healthy", "unhealthy"):
+            if self._ladder.status in ("healthy", "unhealthy"):
                 self._tell(epoch, await self._probe_serving())
-            elif status == "starting" and self._ladder.phase == "loading":
-                event = await self._probe_starting()
+            elif self._ladder.phase == "loading":
+                event = await self._probe_starting(process, int(url.rpartition(":")[2]))
                 if event is not None:
                     self._tell(epoch, event)
 
@@ -283,16 +296,14 @@ class Backend:
         health = await self._client(0).health(self._shared.pace.probe_timeout_s)
         return ev.ProbeOk() if health.state == "ready" else ev.ProbeFailed(health.said)
 
-    async def _probe_starting(self) -> Event | None:
+    async def _probe_starting(self, process: EngineProcess, port: int) -> Event | None:
         """None while it loads. Whoever answers must be our process and talk like an engine."""
-        process, timeout_s = self._process, self._shared.pace.probe_timeout_s
-        url = self._url
-        assert process is not None and url is not None
+        timeout_s = self._shared.pace.probe_timeout_s
         health = await self._client(0).health(timeout_s)
-        if health.state == "unreachable" or self._process is not process:
+        if health.state == "unreachable":
             return None
-        who = await asyncio.to_thread(foreign_listener, int(url.rpartition(":")[2]), process.pid)
-        if who and process.is_running:
+        who = await asyncio.to_thread(foreign_listener, port, process.pid)
+        if who:
             return ev.ForeignAnswered(who)
         if health.state != "ready":
             return None
@@ -306,23 +317,18 @@ class Backend:
 
     async def _load_loop(self) -> None:
         pace = self._shared.pace
-        rss_at = 0.0
         while True:
             await asyncio.sleep(pace.load_poll_s)
-            process, epoch = self._process, self._epoch
-            if process is None:
-                continue
-            if time.monotonic() >= rss_at + pace.rss_s:
-                rss_at = time.monotonic()
-                self._rss = await asyncio.to_thread(tree_rss, process.pid)
-            if self._ladder.status in ("healthy", "unhealthy") and self._url is not None:
-                try:
-                    slots = await self._client(0).slots(pace.load_timeout_s)
-                except EngineError:
-                    slots = []  # the report ages; after three it is unknown
-                if slots and epoch == self._epoch:
-                    self._take_slots(slots)
+            if self._ladder.status in ("healthy", "unhealthy"):
+                # When it fails the last report ages, and after three misses occupancy is unknown.
+                with contextlib.suppress(EngineError):
+                    self._take_slots(await self._client(0).slots(pace.load_timeout_s))
             self._publish()
+
+    async def _rss_loop(self, process: EngineProcess) -> None:
+        while True:
+            self._rss = await asyncio.to_thread(tree_rss, process.pid)
+            await asyncio.sleep(self._shared.pace.rss_s)
 
     def _take_slots(self, slots: list[SlotView]) -> None:
         self._slots, self._slots_at = slots, time.monotonic()

@@ -1,8 +1,7 @@
-"""`python -m viiwork.engine.embedded ARGS`: llama-server's command line for the engine in the xllamacpp
-wheel.
+"""`python -m viiwork.engine.embedded ARGS`: llama-server's command line for the engine in xllamacpp.
 
 Same endpoints, same arguments as far as they are known here; any other argument is a usage error (exit 2).
-While the model loads nothing listens. SIGTERM ends the process at once: the engine has nothing to put away.
+It answers 503 while the model loads. SIGTERM ends the process at once: there is nothing to put away.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class Supervisor:
         """Begin; returns at once. Backends load one by one, the first of every model before any second."""
         await asyncio.to_thread(self._guard.start)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            # llama-server closes connections that were idle for 5 s; ours must be the earlier end.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
@@ -108,11 +109,11 @@ class Supervisor:
 
     def stalled(self, backend_id: str) -> None:
         """A request got no byte for too long. Two without a success between, and the engine is replaced."""
-        self._backends[backend_id].feed(ev.Stalled())
+        self._backends[backend_id].stalled()
 
     def succeeded(self, backend_id: str) -> None:
-        """A request was answered."""
-        self._backends[backend_id].feed(ev.Succeeded())
+        """A request was answered. Cheap."""
+        self._backends[backend_id].succeeded()
 
     def _rules_for(self, model: ModelSection) -> Rules:
         timeout_s = ENGINE_STARTUP_TIMEOUT_S if model.startup_timeout is None else model.startup_timeout
