@@ -174,6 +174,24 @@ async def test_a_request_the_engine_took_on_a_reused_connection_is_not_run_again
     assert len(engine.requests) == 2 and engine.n_opened == 1
 
 
+async def test_a_reset_long_after_the_request_was_taken_is_no_reason_to_run_it_again():
+    async def second_time_reset(conn: Conn, seen: Seen) -> None:
+        if len(engine.requests) == 1:
+            await answer_all(conn, seen)
+        else:
+            await asyncio.sleep(0.1)
+            conn.reset()
+
+    async with FakeEngine(second_time_reset) as engine:
+        node = FakeDispatcher([route("a", engine.url)])
+        async with serving(node) as api, RawClient(api.port) as client:
+            client.post(CHAT, ASK)
+            assert (await client.reply()).status == 200
+            client.post(CHAT, ASK)
+            assert (await client.reply()).status == 502
+    assert len(engine.requests) == 2 and node.results == ["done", "unreachable"]
+
+
 async def test_an_engine_restarted_between_two_requests_is_reached_again():
     async with FakeEngine() as engine:
         node = FakeDispatcher([route("a", engine.url)])

@@ -212,7 +212,10 @@ class Inference:
             passed.result, passed.detail = "stalled", run.why
             raise _RouteFailed("stalled", detail=run.why) from None
         except asyncio.CancelledError:
-            passed.result, passed.detail = "client_gone", "the client left"
+            if request.transport is None:
+                passed.result, passed.detail = "client_gone", "the client left"
+            else:
+                passed.result, passed.detail = "broken", "the node stopped"
             raise
         except Exception:
             if not passed.first_byte_sent:

@@ -15,6 +15,7 @@ from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from viiwork.errors import RequestError, ViiworkError
 from viiwork.limits import (
+    CONNECTIONS_MAX,
     HEADER_FIELD_MAX_BYTES,
     HEADER_READ_S,
     HEADERS_MAX,
@@ -147,6 +148,12 @@ class ClientServer(web.Server):
         super().__init__(cast(Any, handler), handler_cancellation=True)
         self._header_read_s = header_read_s
         self._idle_s = idle_s
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._connections) > CONNECTIONS_MAX:
+            log.warning("connection.refused: %d clients are connected", CONNECTIONS_MAX)
+            transport.abort()
 
     def __call__(self) -> RequestHandler:
         return ClientConnection(
