@@ -24,6 +24,7 @@ from viiwork.wire.openai import INFERENCE_PATHS
 log = logging.getLogger("viiwork.api")
 
 _Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
+_AT_ONCE_S = 0.001  # aiohttp takes 0 for "without limit"
 _GET = ("GET", "HEAD")
 _POST = ("POST",)
 
@@ -92,7 +93,8 @@ class ApiServer:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         if self._server is not None:
-            await self._server.shutdown(0)
+            await self._server.shutdown(_AT_ONCE_S)
+            await self._idle.wait()  # cancelled handlers still give back what they hold
         self._upstreams.close()
 
     def _table(self, channels: Channels | None) -> dict[str, tuple[tuple[str, ...], _Handler]]:

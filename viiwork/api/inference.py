@@ -212,7 +212,7 @@ class Inference:
             passed.result, passed.detail = "stalled", run.why
             raise _RouteFailed("stalled", detail=run.why) from None
         except asyncio.CancelledError:
-            if request.transport is None:
+            if cast(ClientConnection, request.protocol).lost:
                 passed.result, passed.detail = "client_gone", "the client left"
             else:
                 passed.result, passed.detail = "broken", "the node stopped"

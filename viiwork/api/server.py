@@ -42,6 +42,7 @@ class ClientConnection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self.needed = False  # work runs that is only worth while somebody waits for it
         self.half_closed = False
+        self.lost = False
         self.broken = False  # the request being read lost its framing
         # One message at a time: the parser forgets what it has read when a later request of the same
         # packet is broken, and those before it would go unanswered.
@@ -69,6 +70,7 @@ class ClientConnection(RequestHandler):
             )
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self.lost = True
         self._stop_header_timer()
         super().connection_lost(exc)
 
