@@ -170,6 +170,7 @@ async def test_a_forward_is_proven_names_both_nodes_and_makes_one_hop():
     )
     assert (reply.value("X-Gpu-Backend"), reply.value("X-Viiwork-Queued-Ms")) == ("m/0", "250")
     assert b.asks[0].forwarded_by == "a"
+    assert b.asks[0].request_id == a.asks[0].request_id == reply.value("X-Viiwork-Request")
     assert b.asks[0].session == a.asks[0].session and not b.asks[0].kv_share
     assert engine.requests[0].json["id_slot"] == 2
     assert not [name for name, _ in engine.requests[0].headers if name.lower().startswith("x-viiwork")]

@@ -126,6 +126,11 @@ class Conn(asyncio.Protocol):
         self._buffer = rest[length:]
         return Seen(method, target, headers, rest[:length], self.number)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered here."""
+        return self._task is None
+
     # -- what scripts use ----------------------------------------------------------------------
     def send(self, data: bytes) -> None:
         self.transport.write(data)
