@@ -170,6 +170,7 @@ async def test_a_forward_is_proven_names_both_nodes_and_makes_one_hop():
     )
     assert (reply.value("X-Gpu-Backend"), reply.value("X-Viiwork-Queued-Ms")) == ("m/0", "250")
     assert b.asks[0].forwarded_by == "a"
+    assert b.asks[0].request_id == a.asks[0].request_id == reply.value("X-Viiwork-Request")
     assert b.asks[0].session == a.asks[0].session and not b.asks[0].kv_share
     assert engine.requests[0].json["id_slot"] == 2
     assert not [name for name, _ in engine.requests[0].headers if name.lower().startswith("x-viiwork")]
@@ -233,3 +234,61 @@ async def test_an_upgrade_or_garbage_from_the_engine_is_a_bad_gateway():
                 reply = await client.reply()
         assert reply.status == 502 and reply.json["error"]["type"] == "server_error"
         assert node.results == ["unreachable"]
+
+
+@pytest.mark.parametrize("hops", [0, 1])
+async def test_a_large_request_and_a_large_answer_pass_whole(hops):
+    big = b'{"model":"m","x":"' + b"0123456789" * 500_000 + b'"}'
+    answered = b'{"y":"' + b"abcdefghij" * 500_000 + b'","usage":{"prompt_tokens":9}}'
+
+    async def large(conn: Conn, seen: Seen) -> None:
+        conn.answer(200, answered)
+
+    async with FakeEngine(large) as engine:
+        b = FakeDispatcher([route("b", engine.url)])
+        async with serving(b, facts=FakeFacts("b")) as api_b:
+            a = FakeDispatcher([route("b", api_b.url, backend="", slot=None)])
+            async with serving(a, facts=FakeFacts("a")) as api_a:
+                async with RawClient((api_a if hops else api_b).port) as client:
+                    for _ in range(2):
+                        client.post("/v1/embeddings", big)
+                        reply = await client.reply()
+                        assert reply.whole and reply.body == answered
+    assert [seen.body == big for seen in engine.requests] == [True, True]
+
+
+async def test_an_engine_that_answers_before_it_read_everything_is_heard_and_not_used_again():
+    async def impatient(conn: Conn, seen: Seen) -> None:
+        conn.json(413, {"error": "too large"})
+
+    async with FakeEngine(impatient) as engine:
+        engine.parse_whole = False
+        node = FakeDispatcher([route("a", engine.url)])
+        async with serving(node) as api, RawClient(api.port) as client:
+            for _ in range(2):
+                client.post(CHAT, b'{"model":"m","x":"' + b"x" * 20_000_000 + b'"}')
+                assert (await client.reply()).status == 413
+    assert engine.n_opened == 2
+
+
+async def test_answers_without_a_body_or_an_end_of_their_own_are_framed_for_the_client():
+    answers = [
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b""),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nuntil the close", 200, b"until the close"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi", 200, b"hi"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", 200, b"ok"),
+    ]
+
+    async def odd(conn: Conn, seen: Seen) -> None:
+        conn.send(answers[len(engine.requests) - 1][0])
+        await conn.drain()
+        conn.fin()
+
+    async with FakeEngine(odd) as engine:
+        node = FakeDispatcher([route("a", engine.url)])
+        async with serving(node) as api, RawClient(api.port) as client:
+            for _, status, body in answers:
+                client.post(CHAT, ASK)
+                reply = await client.reply()
+                assert (reply.status, reply.body, reply.whole) == (status, body, True)
+    assert set(node.results) == {"done"}

@@ -304,6 +304,12 @@ async def test_of_two_model_keys_routing_and_engine_take_the_same(api, engine):
     assert (await exchange_json(api, b'{"model":"m","model":"other"}')).status == 404
 
 
+async def test_a_client_cannot_name_its_request():
+    async with FakeEngine() as engine, serving(FakeDispatcher([route("a", engine.url)])) as api:
+        await exchange(api, post(LENGTH, "X-Viiwork-Request: 0123456789abcdef"))
+        assert api.dispatcher.asks[0].request_id != "0123456789abcdef"
+
+
 @pytest.mark.parametrize(
     "lines",
     [

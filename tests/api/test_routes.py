@@ -9,6 +9,7 @@ import pytest
 from tests.fakes.engine import Conn, FakeEngine, Seen, answer_all
 from tests.fakes.node import FakeDispatcher, FakeFacts, FakeOrigins, route, serving
 from tests.fakes.rawclient import RawClient
+from viiwork.api.upstream import Upstreams
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": []}
@@ -144,7 +145,7 @@ async def test_a_reused_connection_that_was_dead_already_costs_the_client_nothin
     async def once(conn: Conn, seen: Seen) -> None:
         await answer_all(conn, seen)
         await conn.drain()
-        asyncio.get_running_loop().call_later(0.002, conn.fin)
+        asyncio.get_running_loop().call_later(0.002, lambda: conn.idle and conn.fin())
 
     async with FakeEngine(once) as engine:
         node = FakeDispatcher([route("a", engine.url)])
@@ -174,6 +175,24 @@ async def test_a_request_the_engine_took_on_a_reused_connection_is_not_run_again
     assert len(engine.requests) == 2 and engine.n_opened == 1
 
 
+async def test_a_reset_long_after_the_request_was_taken_is_no_reason_to_run_it_again():
+    async def second_time_reset(conn: Conn, seen: Seen) -> None:
+        if len(engine.requests) == 1:
+            await answer_all(conn, seen)
+        else:
+            await asyncio.sleep(0.1)
+            conn.reset()
+
+    async with FakeEngine(second_time_reset) as engine:
+        node = FakeDispatcher([route("a", engine.url)])
+        async with serving(node) as api, RawClient(api.port) as client:
+            client.post(CHAT, ASK)
+            assert (await client.reply()).status == 200
+            client.post(CHAT, ASK)
+            assert (await client.reply()).status == 502
+    assert len(engine.requests) == 2 and node.results == ["done", "unreachable"]
+
+
 async def test_an_engine_restarted_between_two_requests_is_reached_again():
     async with FakeEngine() as engine:
         node = FakeDispatcher([route("a", engine.url)])
@@ -187,9 +206,7 @@ async def test_an_engine_restarted_between_two_requests_is_reached_again():
     assert set(node.results) == {"done"}
 
 
-async def test_connections_are_reused_and_idle_ones_closed(monkeypatch):
-    from viiwork.api.upstream import Upstreams
-
+async def test_connections_are_reused_and_idle_ones_closed():
     async with FakeEngine() as engine:
         node = FakeDispatcher([route("a", engine.url)])
         async with serving(node, upstreams=Upstreams(idle_s=0.1)) as api, RawClient(api.port) as client:

@@ -119,10 +119,17 @@ class Conn(asyncio.Protocol):
         headers = tuple((k, v.strip()) for k, _, v in (line.partition(":") for line in lines))
         lengths = [int(v) for k, v in headers if k.lower() == "content-length"]
         length = lengths[0] if lengths else 0
-        if len(rest) < length:
+        if len(rest) < length and self._engine.parse_whole:
             return None
+        if len(rest) < length:
+            self.transport.pause_reading()
         self._buffer = rest[length:]
         return Seen(method, target, headers, rest[:length], self.number)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered here."""
+        return self._task is None
 
     # -- what scripts use ----------------------------------------------------------------------
     def send(self, data: bytes) -> None:
@@ -189,6 +196,7 @@ class FakeEngine:
     n_opened: int = 0
     n_left_early: int = 0  # sockets that closed while a script ran
     served: int = 0
+    parse_whole: bool = True  # False: a script starts when the head is there, and the rest is not read
     open: set[Conn] = field(default_factory=set)
     _server: asyncio.Server | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from viiwork.errors import RequestError
 from viiwork.wire.openai import INFERENCE_PATHS, peek, pin, session_key
 
 CHAT = "/v1/chat/completions"
+relaxed = settings(deadline=None, max_examples=60)
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -63,6 +64,7 @@ def test_session_keys_are_hashes_of_the_first_header_that_says_something():
     assert session_key({"X-Session-Id": "\udce5"}) is not None
 
 
+@relaxed
 @given(st.dictionaries(st.text(max_size=8), JSON_VALUES, max_size=5), st.text(min_size=1, max_size=30))
 def test_the_model_read_is_the_one_any_json_reader_finds(others, model):
     body = writable({**others, "model": model})
@@ -74,6 +76,7 @@ def test_the_model_read_is_the_one_any_json_reader_finds(others, model):
         assert seen.model == json.loads(body)["model"]
 
 
+@relaxed
 @given(
     st.lists(st.tuples(st.sampled_from(["model", "mod\\u0065l", "x"]), st.sampled_from("abc")), min_size=1)
 )
@@ -87,6 +90,7 @@ def test_of_equal_keys_the_last_one_counts_as_for_the_engine(pairs):
         assert peek(CHAT, {}, body).model == expected
 
 
+@relaxed
 @given(JSON_VALUES, st.sampled_from(["", " ", "\r\n", "\t "]), st.integers(-1, 63))
 def test_a_pinned_body_is_the_old_one_with_the_slot_as_its_last_key(value, trailing, slot):
     body = writable({"model": "m", "id_slot": 99, "x": value}) + trailing.encode()
@@ -95,6 +99,7 @@ def test_a_pinned_body_is_the_old_one_with_the_slot_as_its_last_key(value, trail
     assert pinned.replace(b',"id_slot":%d}' % slot, b"}") == body
 
 
+@relaxed
 @given(st.binary(max_size=60))
 def test_no_bytes_raise_anything_but_a_request_error(body):
     for raw in (body, b'{"model":"m","x":' + body + b"}", b'{"model":"' + body + b'"}'):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import cast
 
 from aiohttp import web
@@ -23,6 +24,7 @@ from viiwork.wire.openai import INFERENCE_PATHS
 log = logging.getLogger("viiwork.api")
 
 _Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
+_AT_ONCE_S = 0.001  # aiohttp takes 0 for "without limit"
 _GET = ("GET", "HEAD")
 _POST = ("POST",)
 
@@ -59,6 +61,9 @@ class ApiServer:
         self._timeouts = {"header_read_s": header_read_s, "idle_s": idle_s}
         self._server: ClientServer | None = None
         self._listeners: list[asyncio.Server] = []
+        self._n_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def listen(self, host: str, port: int, *, sock: socket.socket | None = None) -> tuple[str, int]:
         """Accept connections at an address, or at a bound socket; answers with the address taken."""
@@ -84,8 +89,12 @@ class ApiServer:
     async def stop(self, grace_s: float) -> None:
         """Let running requests end within `grace_s`, then cut them."""
         self.stop_accepting()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
         if self._server is not None:
-            await self._server.shutdown(grace_s)
+            await self._server.shutdown(_AT_ONCE_S)
+            await self._idle.wait()  # cancelled handlers still give back what they hold
         self._upstreams.close()
 
     def _table(self, channels: Channels | None) -> dict[str, tuple[tuple[str, ...], _Handler]]:
@@ -121,6 +130,16 @@ class ApiServer:
         return path, *route
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._n_running += 1
+        self._idle.clear()
+        try:
+            return await self._guarded(request)
+        finally:
+            self._n_running -= 1
+            if not self._n_running:
+                self._idle.set()
+
+    async def _guarded(self, request: web.BaseRequest) -> web.StreamResponse:
         """Route, and turn every error into an answer; nothing of ours reaches the client but its kind."""
         headers: dict[str, str] = {}
         try:

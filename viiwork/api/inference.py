@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import time
 from functools import lru_cache
 from typing import NoReturn, cast
@@ -48,6 +49,7 @@ from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
 
 log = logging.getLogger("viiwork.api")
 
+REQUEST_HEADER = "X-Viiwork-Request"
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
 _PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
@@ -158,7 +160,7 @@ class Inference:
         )
         wanted = peek(path, headers, body)
         ask = Ask(
-            request_id=os.urandom(8).hex(),
+            request_id=_request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
             session=wanted.session,
             kv_share=wanted.kv_share,
@@ -212,7 +214,10 @@ class Inference:
             passed.result, passed.detail = "stalled", run.why
             raise _RouteFailed("stalled", detail=run.why) from None
         except asyncio.CancelledError:
-            passed.result, passed.detail = "client_gone", "the client left"
+            if cast(ClientConnection, request.protocol).lost:
+                passed.result, passed.detail = "client_gone", "the client left"
+            else:
+                passed.result, passed.detail = "broken", "the node stopped"
             raise
         except Exception:
             if not passed.first_byte_sent:
@@ -248,6 +253,7 @@ class Inference:
         if grant.is_forward:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
+            proof[REQUEST_HEADER] = grant.ask.request_id
         elif wanted.pinnable and grant.slot is not None:
             body = pin(body, grant.slot)
         elif wanted.names_slot and wanted.needs_slot:
@@ -281,7 +287,7 @@ class Inference:
         lines = [
             f"X-Viiwork-Node: {safe_value(grant.node)}\r\n"
             f"X-Viiwork-Model: {safe_value(ask.model)}\r\n"
-            f"X-Viiwork-Request: {ask.request_id}\r\n"
+            f"{REQUEST_HEADER}: {ask.request_id}\r\n"
         ]
         if grant.backend:
             lines.append(f"X-Gpu-Backend: {safe_value(grant.backend)}\r\n")
@@ -343,6 +349,11 @@ def query_of(request: web.BaseRequest) -> str:
     """The query as it was sent, with its question mark; "" without one."""
     _, mark, query = request.raw_path.partition("#")[0].partition("?")
     return mark + query if query else ""
+
+
+def _request_id(told: str) -> str:
+    """The id its entry node gave a forward, so that both logs tell of the same request; else a new one."""
+    return told if re.fullmatch("[0-9a-f]{16}", told) else os.urandom(8).hex()
 
 
 def _is_peer_fault(answer: Answer) -> bool:

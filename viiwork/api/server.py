@@ -15,6 +15,7 @@ from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from viiwork.errors import RequestError, ViiworkError
 from viiwork.limits import (
+    CONNECTIONS_MAX,
     HEADER_FIELD_MAX_BYTES,
     HEADER_READ_S,
     HEADERS_MAX,
@@ -41,6 +42,7 @@ class ClientConnection(RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self.needed = False  # work runs that is only worth while somebody waits for it
         self.half_closed = False
+        self.lost = False
         self.broken = False  # the request being read lost its framing
         # One message at a time: the parser forgets what it has read when a later request of the same
         # packet is broken, and those before it would go unanswered.
@@ -68,6 +70,7 @@ class ClientConnection(RequestHandler):
             )
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self.lost = True
         self._stop_header_timer()
         super().connection_lost(exc)
 
@@ -147,6 +150,12 @@ class ClientServer(web.Server):
         super().__init__(cast(Any, handler), handler_cancellation=True)
         self._header_read_s = header_read_s
         self._idle_s = idle_s
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._connections) > CONNECTIONS_MAX:
+            log.warning("connection.refused: %d clients are connected", CONNECTIONS_MAX)
+            transport.abort()
 
     def __call__(self) -> RequestHandler:
         return ClientConnection(

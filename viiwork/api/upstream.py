@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import socket
-import struct
 import sys
 import termios
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from aiohttp.client_exceptions import ClientError
 from aiohttp.client_proto import ResponseHandler
@@ -36,6 +35,7 @@ from viiwork.limits import (
 )
 
 _READ_BYTES = 64 * KIB  # the body reader pauses the socket at twice this
+AT_ONCE_S = 0.02  # an engine needs longer to take a request, run it and fail
 _SO_NWRITE = 0x1024  # macOS: bytes in the send buffer the other side has not acknowledged
 
 
@@ -55,19 +55,22 @@ class Connection(ResponseHandler):
         self.address = address
         self.used = False  # has carried an exchange before this one
         self.idle_since = 0.0
-        self.unseen = False  # it closed, and cannot have read what was sent last
+        self.sent_at = 0.0
+        self.unseen = False  # it closed, and has not read what was sent last
         self.on_lost: Callable[[Connection], None] | None = None  # while idle in the pool
 
     def eof_received(self) -> None:
         transport = self.transport
         if transport is not None:
-            self.unseen = transport.get_write_buffer_size() > 0 or _unacknowledged_bytes(transport) > 0
+            self.unseen = _unconfirmed(transport)
         super().eof_received()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if isinstance(exc, ConnectionError):
-            # A reset says that bytes arrived after the close, or lay unread at it.
-            self.unseen = True
+        transport = self.transport
+        if isinstance(exc, ConnectionError) and transport is not None:
+            # A reset at once says that the bytes lay unread when the other side closed.
+            at_once = self._loop.time() - self.sent_at < AT_ONCE_S
+            self.unseen = at_once or _unconfirmed(transport)
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost(self)
@@ -175,6 +178,7 @@ class Upstreams:
         transport = cast(asyncio.Transport, connection.transport)
         try:
             connection.start()
+            connection.sent_at = asyncio.get_running_loop().time()
             transport.write(head + body if len(body) <= _READ_BYTES else head)
             if len(body) > _READ_BYTES:
                 transport.write(body)
@@ -255,15 +259,17 @@ def _text(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _unacknowledged_bytes(transport: Any) -> int:
-    """Bytes sent that the other side's kernel has not confirmed; 0 where nobody can say."""
+def _unconfirmed(transport: asyncio.Transport) -> bool:
+    """Whether bytes were sent that not even the other side's kernel has taken; False if nobody can say."""
+    if transport.get_write_buffer_size():
+        return True
     sock = transport.get_extra_info("socket")
     try:
         if sys.platform == "darwin":
-            return int(sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE))
-        return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))[0])
+            return bool(sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE))
+        return fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4)
     except (OSError, ValueError):
-        return 0
+        return False
 
 
 def _notice_dead_peer(transport: asyncio.Transport) -> None:
