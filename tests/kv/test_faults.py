@@ -80,7 +80,7 @@ async def outcome(*jobs: Awaitable[Any]) -> list[str]:
 
 async def assert_empty(worker: Any, tmp_path: Path, name: str) -> None:
     stats = await worker.store_stats()
-    assert (stats.replicas, stats.incoming, stats.incoming_bytes, stats.jobs) == (0, 0, 0, 0)
+    assert (stats.replicas, stats.incoming, stats.incoming_bytes, stats.transfers) == (0, 0, 0, 0)
     assert list((tmp_path / f"store-{name}").iterdir()) == []
 
 
