@@ -149,7 +149,7 @@ async def test_what_does_not_fit_is_refused_with_its_reason(
     b = await workers("b")
     for job, grant, reasons in MISFITS:
         near, far = kit.tcp_pair()
-        sending = b.send(near, kit.send_job(path, **{"path": str(path), **job}))
+        sending = b.send(near, kit.send_job(**{"path": path, **job}))
         receiving = b.receive(far, kit.grant_for(data, **grant))
         assert await outcome(sending, receiving) == reasons, job or grant
     await assert_empty(b, tmp_path, "b")
@@ -280,6 +280,35 @@ async def test_a_killed_worker_fails_its_jobs_and_another_one_takes_over(
     near, far = kit.tcp_pair()
     reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
     assert reasons == ["done", "done"]
+
+
+async def test_stopping_a_stuck_worker_kills_it_and_removes_its_files(
+    kit: Any, workers: Any, save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = save
+    b = await workers("b")
+    near, far = kit.tcp_pair()
+    assert (
+        await outcome(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data))) == ["done"] * 2
+    )
+    monkeypatch.setattr("viiwork.kv.client.STOP_WITHIN_S", 0.1)
+    os.kill(b.pid, signal.SIGSTOP)
+    await b.stop()
+    assert list((tmp_path / "store-b").iterdir()) == []
+
+
+async def test_a_worker_that_does_not_answer_is_killed_and_replaced(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.Event()
+    b = await workers("b", on_lost=lost.set)
+    monkeypatch.setattr("viiwork.kv.client.LOCAL_JOB_S", 0.1)
+    os.kill(b.pid, signal.SIGSTOP)
+    assert await outcome(b.store_stats()) == ["worker_stuck"]
+    monkeypatch.undo()
+    await lost.wait()
+    await b.wait_up()
+    assert (await b.store_stats()).replicas == 0
 
 
 async def test_a_job_without_a_worker_fails_at_once(kit: Any, workers: Any, tmp_path: Path) -> None:
