@@ -131,7 +131,7 @@ async def test_other_cache_layouts_restore_into_another_slot(
 async def test_an_engine_without_flash_attention_is_told_apart_before_it_sees_a_file(
     smollm2: Path, tmp_path: Path, workers: Any, kit: Any
 ) -> None:
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     async with (
         engine(smollm2, tmp_path / "ea", slots=1) as source,
         engine(smollm2, tmp_path / "eb", slots=1, cache="transposed") as target,

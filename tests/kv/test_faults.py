@@ -88,7 +88,7 @@ async def test_a_link_cut_at_any_byte_leaves_nothing(
     kit: Any, workers: Any, save: Any, tmp_path: Path
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     rng = random.Random(11)
     # The handshake is the first 360 bytes, the offer the next few hundred, the commit the last 96.
     cuts = [0, 100, 340, 400, *(rng.randrange(700, len(data)) for _ in range(6)), len(data) + 500]
@@ -109,7 +109,7 @@ async def test_a_flipped_bit_anywhere_is_noticed(
     kit: Any, workers: Any, save: Any, tmp_path: Path, encrypt: bool
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     rng = random.Random(12)
     for at in (50, 350, 420, *(rng.randrange(700, len(data)) for _ in range(4)), len(data) + 700):
 
@@ -242,7 +242,7 @@ async def test_a_trickle_ends_at_the_deadline(kit: Any, workers: Any, save: Any,
 
 async def test_a_slow_receiver_slows_the_sender_and_nothing_else(kit: Any, workers: Any, save: Any) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
 
     class Slow:
         def __call__(self, offset: int, piece: bytearray) -> bytearray:

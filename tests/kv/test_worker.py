@@ -55,7 +55,7 @@ async def test_an_older_generation_is_refused_and_a_newer_one_replaces(
     kit: Any, workers: Any, save: Any
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     _, first = await move(kit, a, b, path, data, generation=5)
     refused, _ = await move(kit, a, b, path, data, generation=5)
     assert isinstance(refused, KvError) and refused.reason == "have_newer"
@@ -68,7 +68,7 @@ async def test_many_transfers_run_side_by_side_and_beyond_the_bound_are_refused(
     kit: Any, workers: Any, save: Any
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     moves = [move(kit, a, b, path, data, session=bytes([n]) * 32) for n in range(8)]
     for sent, received in await asyncio.gather(*moves):
         assert sent.replica == received.replica
