@@ -255,27 +255,30 @@ async def test_a_slow_receiver_slows_the_sender_and_nothing_else(kit: Any, worke
     await relay
 
 
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
 async def test_a_killed_worker_fails_its_jobs_and_another_one_takes_over(
-    kit: Any, workers: Any, save: Any, tmp_path: Path
+    kit: Any, workers: Any, save: Any, tmp_path: Path, victim: str
 ) -> None:
     path, data = save
     lost: list[bool] = []
-    a, b = await workers("a"), await workers("b", on_lost=lambda: lost.append(True))
+    a = await workers("a", on_lost=lambda: lost.append(True))
+    b = await workers("b", on_lost=lambda: lost.append(True))
+    dying = a if victim == "sender" else b
     started = asyncio.Event()
 
     def hook(offset: int, piece: bytearray) -> bytearray:
         if offset > 100_000 and not started.is_set():
             started.set()
-            os.kill(b.pid, signal.SIGKILL)
+            os.kill(dying.pid, signal.SIGKILL)
         return piece
 
     near, far, relay = await relayed(kit, hook)
     reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
-    assert reasons == ["link_lost", "worker_died"]
+    assert reasons == (["worker_died", "link_lost"] if dying is a else ["link_lost", "worker_died"])
     await relay
     async with asyncio.timeout(20):
-        await b.wait_up()
-    assert lost == [True] and b.stats().restarts == 1
+        await dying.wait_up()
+    assert lost == [True] and dying.stats().restarts == 1
     await assert_empty(b, tmp_path, "b")
     near, far = kit.tcp_pair()
     reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
