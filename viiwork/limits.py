@@ -124,12 +124,13 @@ KV_TOKENS_MAX = (
 KV_STREAMS_MAX = 256  # slots of one engine; llama.cpp's own limit of parallel sequences
 KV_LAYERS_MAX = 1024  # cache layers of one state; the largest models have about 130. 16 KiB a plane list
 KV_ROW_MAX_BYTES = 16 * MIB  # one row of one layer; real ones are 0.5-64 KiB
-KV_CHUNK_BYTES = MIB  # payload of a DATA frame and unit of hashing; 4 MiB gained nothing and costs cache
+KV_CHUNK_BYTES = MIB  # payload of a DATA frame, unit of hashing; 128 KiB to 2 MiB measured alike
 KV_CHUNK_MAX_BYTES = 4 * MIB  # largest chunk a peer may choose; times the ring = memory of one receive job
 KV_RING_BUFFERS = 4  # chunks in flight between the two threads of a transfer: 4 MiB a job, 16 MiB at worst
 KV_MESSAGE_MAX_BYTES = 256 * KIB  # any frame that is not DATA; a manifest of 1,024 layers is about 30 KiB
 KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; below the kernel's socket buffer
-KV_JOBS_MAX = 16  # jobs at once in one worker; each has two threads and one ring: 256 MiB at worst
+KV_LOCAL_JOBS = 4  # renders and inspections at once in one worker; more wait for a thread
+KV_JOBS_MAX = 16  # transfers at once in one worker; each has two threads and one ring: 256 MiB at worst
 KV_REPLICAS_MAX = 4096  # committed replicas; about 20 KiB of facts each at worst, 80 MiB
 KV_GRANT_MODELS_MAX = 64  # models one receive may offer
 KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed

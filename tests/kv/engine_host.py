@@ -4,7 +4,7 @@ import sys
 
 import xllamacpp
 
-model, slots, ctx, folder, port, flash = sys.argv[1:]
+model, slots, ctx, folder, port, cache = sys.argv[1:]
 params = xllamacpp.CommonParams()
 params.model.path = model
 params.n_parallel = int(slots)
@@ -17,8 +17,10 @@ params.port = int(port)
 params.cpuparams.n_threads = 1  # two engines and two workers share the machine
 params.cache_ram_mib = 0
 params.ui = False
-if flash == "off":
+if cache == "transposed":
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+elif cache == "q8_0":
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_Q8_0
 server = xllamacpp.Server(params)
 print("ready", flush=True)
 sys.stdin.read()

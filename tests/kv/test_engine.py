@@ -45,11 +45,11 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def engine(model: Path, folder: Path, slots: int, flash: str = "auto") -> AsyncIterator[Engine]:
+async def engine(model: Path, folder: Path, slots: int, cache: str = "f16") -> AsyncIterator[Engine]:
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, str(HOST), str(model), str(slots), str(CTX), str(folder), str(port), flash]
+    command = [sys.executable, str(HOST), str(model), str(slots), str(CTX), str(folder), str(port), cache]
     with (folder / "log").open("wb") as log:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=log, stderr=log)
@@ -106,13 +106,35 @@ async def test_a_session_moved_to_an_engine_with_other_slots_goes_on_with_the_sa
         assert warm["tokens"] == here["tokens"]
 
 
+@pytest.mark.parametrize("cache", ["transposed", "q8_0"])
+async def test_other_cache_layouts_restore_into_another_slot(
+    smollm2: Path, tmp_path: Path, workers: Any, kit: Any, cache: str
+) -> None:
+    worker = await workers("a")
+    async with engine(smollm2, tmp_path / "e", slots=2, cache=cache) as one:
+        text = PROMPT[:200]
+        await one.turn(text, 0, 2)
+        path, saved = await one.save(0, "turn.bin")
+        info = await worker.inspect(path)
+        near, far = kit.tcp_pair()
+        _, received = await asyncio.gather(
+            worker.send(near, kit.send_job(path)), worker.receive(far, kit.grant_for(path.read_bytes()))
+        )
+        layout = Layout(shape=info.shape, n_stream=info.n_stream, slot=1, max_tokens=CTX)
+        await worker.render(received.replica, layout, one.folder / "import.bin")
+        restored = await one.post("/slots/1?action=restore", {"filename": "import.bin"})
+        assert restored["n_restored"] == saved["n_saved"] == info.n_tokens
+        again = await one.turn(text + " More.", 1, 1)
+        assert again["timings"]["cache_n"] >= info.n_tokens - 2  # what was generated is not in this prompt
+
+
 async def test_an_engine_without_flash_attention_is_told_apart_before_it_sees_a_file(
     smollm2: Path, tmp_path: Path, workers: Any, kit: Any
 ) -> None:
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     async with (
         engine(smollm2, tmp_path / "ea", slots=1) as source,
-        engine(smollm2, tmp_path / "eb", slots=1, flash="off") as target,
+        engine(smollm2, tmp_path / "eb", slots=1, cache="transposed") as target,
     ):
         await source.turn("A short text.", 0, 2)
         path, _ = await source.save(0, "turn1.bin")

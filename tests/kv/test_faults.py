@@ -80,7 +80,7 @@ async def outcome(*jobs: Awaitable[Any]) -> list[str]:
 
 async def assert_empty(worker: Any, tmp_path: Path, name: str) -> None:
     stats = await worker.store_stats()
-    assert (stats.replicas, stats.incoming, stats.incoming_bytes, stats.jobs) == (0, 0, 0, 0)
+    assert (stats.replicas, stats.incoming, stats.incoming_bytes, stats.transfers) == (0, 0, 0, 0)
     assert list((tmp_path / f"store-{name}").iterdir()) == []
 
 
@@ -88,7 +88,7 @@ async def test_a_link_cut_at_any_byte_leaves_nothing(
     kit: Any, workers: Any, save: Any, tmp_path: Path
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     rng = random.Random(11)
     # The handshake is the first 360 bytes, the offer the next few hundred, the commit the last 96.
     cuts = [0, 100, 340, 400, *(rng.randrange(700, len(data)) for _ in range(6)), len(data) + 500]
@@ -109,7 +109,7 @@ async def test_a_flipped_bit_anywhere_is_noticed(
     kit: Any, workers: Any, save: Any, tmp_path: Path, encrypt: bool
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     rng = random.Random(12)
     for at in (50, 350, 420, *(rng.randrange(700, len(data)) for _ in range(4)), len(data) + 700):
 
@@ -149,7 +149,7 @@ async def test_what_does_not_fit_is_refused_with_its_reason(
     b = await workers("b")
     for job, grant, reasons in MISFITS:
         near, far = kit.tcp_pair()
-        sending = b.send(near, kit.send_job(path, **{"path": str(path), **job}))
+        sending = b.send(near, kit.send_job(**{"path": path, **job}))
         receiving = b.receive(far, kit.grant_for(data, **grant))
         assert await outcome(sending, receiving) == reasons, job or grant
     await assert_empty(b, tmp_path, "b")
@@ -242,7 +242,7 @@ async def test_a_trickle_ends_at_the_deadline(kit: Any, workers: Any, save: Any,
 
 async def test_a_slow_receiver_slows_the_sender_and_nothing_else(kit: Any, workers: Any, save: Any) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
 
     class Slow:
         def __call__(self, offset: int, piece: bytearray) -> bytearray:
@@ -255,31 +255,63 @@ async def test_a_slow_receiver_slows_the_sender_and_nothing_else(kit: Any, worke
     await relay
 
 
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
 async def test_a_killed_worker_fails_its_jobs_and_another_one_takes_over(
-    kit: Any, workers: Any, save: Any, tmp_path: Path
+    kit: Any, workers: Any, save: Any, tmp_path: Path, victim: str
 ) -> None:
     path, data = save
     lost: list[bool] = []
-    a, b = await workers("a"), await workers("b", on_lost=lambda: lost.append(True))
+    a = await workers("a", on_lost=lambda: lost.append(True))
+    b = await workers("b", on_lost=lambda: lost.append(True))
+    dying = a if victim == "sender" else b
     started = asyncio.Event()
 
     def hook(offset: int, piece: bytearray) -> bytearray:
         if offset > 100_000 and not started.is_set():
             started.set()
-            os.kill(b.pid, signal.SIGKILL)
+            os.kill(dying.pid, signal.SIGKILL)
         return piece
 
     near, far, relay = await relayed(kit, hook)
     reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
-    assert reasons == ["link_lost", "worker_died"]
+    assert reasons == (["worker_died", "link_lost"] if dying is a else ["link_lost", "worker_died"])
     await relay
     async with asyncio.timeout(20):
-        await b.wait_up()
-    assert lost == [True] and b.stats().restarts == 1
+        await dying.wait_up()
+    assert lost == [True] and dying.stats().restarts == 1
     await assert_empty(b, tmp_path, "b")
     near, far = kit.tcp_pair()
     reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
     assert reasons == ["done", "done"]
+
+
+async def test_stopping_a_stuck_worker_kills_it_and_removes_its_files(
+    kit: Any, workers: Any, save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = save
+    b = await workers("b")
+    near, far = kit.tcp_pair()
+    assert (
+        await outcome(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data))) == ["done"] * 2
+    )
+    monkeypatch.setattr("viiwork.kv.client.STOP_WITHIN_S", 0.1)
+    os.kill(b.pid, signal.SIGSTOP)
+    await b.stop()
+    assert list((tmp_path / "store-b").iterdir()) == []
+
+
+async def test_a_worker_that_does_not_answer_is_killed_and_replaced(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.Event()
+    b = await workers("b", on_lost=lost.set)
+    monkeypatch.setattr("viiwork.kv.client.LOCAL_JOB_S", 0.1)
+    os.kill(b.pid, signal.SIGSTOP)
+    assert await outcome(b.store_stats()) == ["worker_stuck"]
+    monkeypatch.undo()
+    await lost.wait()
+    await b.wait_up()
+    assert (await b.store_stats()).replicas == 0
 
 
 async def test_a_job_without_a_worker_fails_at_once(kit: Any, workers: Any, tmp_path: Path) -> None:

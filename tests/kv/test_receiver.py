@@ -151,6 +151,16 @@ def test_an_offer_that_is_not_acceptable_is_refused_before_any_room_is_made(
     assert talk(script) == reason
 
 
+def test_noise_in_place_of_a_hello_ends_the_connection(kit: Any, data: bytes, store: ReplicaStore) -> None:
+    near, far = kit.tcp_pair()
+    with near:
+        near.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" + bytes(400))
+        with pytest.raises(KvError) as caught:
+            receive_state(far, kit.grant_for(data), store, Cancel())
+    assert caught.value.reason == "protocol"
+    assert far.fileno() == -1
+
+
 def test_noise_in_place_of_an_offer_is_refused(talk: Any) -> None:
     def script(peer: Peer) -> None:
         peer.say(FrameType.OFFER, b"\xc1 noise")

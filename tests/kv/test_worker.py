@@ -8,8 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from viiwork.errors import KvError
+from viiwork.kv.client import KvWorker
 from viiwork.kv.render import PARALLEL_FROM_CHUNKS
 from viiwork.limits import KV_CHUNK_BYTES, KV_JOBS_MAX
 from viiwork.wire.savefile import Layout
@@ -53,7 +55,7 @@ async def test_an_older_generation_is_refused_and_a_newer_one_replaces(
     kit: Any, workers: Any, save: Any
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     _, first = await move(kit, a, b, path, data, generation=5)
     refused, _ = await move(kit, a, b, path, data, generation=5)
     assert isinstance(refused, KvError) and refused.reason == "have_newer"
@@ -66,7 +68,7 @@ async def test_many_transfers_run_side_by_side_and_beyond_the_bound_are_refused(
     kit: Any, workers: Any, save: Any
 ) -> None:
     path, data = save
-    a, b = await workers("a"), await workers("b")
+    a = b = await workers("b")
     moves = [move(kit, a, b, path, data, session=bytes([n]) * 32) for n in range(8)]
     for sent, received in await asyncio.gather(*moves):
         assert sent.replica == received.replica
@@ -137,3 +139,19 @@ async def test_stopping_removes_every_replica(kit: Any, workers: Any, save: Any,
     await a.stop()
     assert list((tmp_path / "store-a").iterdir()) == []
     assert a.pid is None
+
+
+def test_a_worker_serves_a_node_that_runs_on_uvloop(kit: Any, save: Any, tmp_path: Path) -> None:
+    path, data = save
+
+    async def node() -> None:
+        worker = KvWorker(tmp_path / "store", 1 << 30)
+        await worker.start()
+        try:
+            sent, received = await move(kit, worker, worker, path, data)
+            assert sent.replica == received.replica
+        finally:
+            await worker.stop()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(node())

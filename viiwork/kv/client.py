@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from viiwork.errors import KvError
 from viiwork.kv import jobs
+from viiwork.kv.store import wipe
 from viiwork.limits import (
     KV_CONTROL_MAX_BYTES,
     KV_LOG_LINE_MAX_BYTES,
@@ -105,6 +106,8 @@ class KvWorker:
             except TimeoutError:
                 process.kill()
                 await process.wait()
+            if process.returncode != 0:
+                wipe(self._store)  # it could not do that itself
         self._process = None
         self._fail_all("stopped")
 
@@ -217,6 +220,8 @@ class KvWorker:
             raise
         finally:
             self._waiting.pop(id_, None)
+            if future.done() and not future.cancelled():
+                future.exception()  # when sending failed first, nobody else looks at it
         if isinstance(done, jobs.Failed):
             raise KvError(done.reason, done.message)
         if not isinstance(done, kind):

@@ -134,7 +134,7 @@ class StoreStats(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     incoming: int
     incoming_bytes: int
     budget_bytes: int
-    jobs: int
+    transfers: int
 
 
 class Ready(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

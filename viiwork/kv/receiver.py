@@ -43,7 +43,7 @@ def receive_state(
             manifest, replaced = store.commit(incoming, root, info)
             stages.verify_s += time.monotonic() - begun
         except KvError as error:
-            store.abort(incoming)
+            store.abort(incoming)  # before the last words: they may take seconds
             _say_no(link, sealer, FrameType.NACK, error)
             raise
         finally:

@@ -56,6 +56,14 @@ class Opened:
     fd: int
 
 
+def wipe(root: Path) -> None:
+    """Remove the replicas a killed worker left in `root`."""
+    with suppress(FileNotFoundError):
+        for path in root.iterdir():
+            if _OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+
 class ReplicaStore:
     """Sole owner of its folder; all methods may be called from any thread and raise `KvError`."""
 

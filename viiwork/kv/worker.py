@@ -26,7 +26,8 @@ from viiwork.kv.receiver import receive_state
 from viiwork.kv.render import render
 from viiwork.kv.sender import send_state
 from viiwork.kv.store import ReplicaStore
-from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX
+from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX, KV_LOCAL_JOBS
+from viiwork.wire.channel import warm_up
 from viiwork.wire.savefile import parse
 
 STOP_WITHIN_S = 5.0  # after the node is gone; then the process ends whatever its threads do
@@ -38,9 +39,12 @@ class Worker:
 
     def __init__(self, control: socket.socket, store: ReplicaStore) -> None:
         self._control, self._store = control, store
-        self._pool = ThreadPoolExecutor(KV_JOBS_MAX, thread_name_prefix="kv-job")
-        self._lock = threading.Lock()  # the two fields below
+        # Two pools: whatever peers do, a turn that waits for its render gets a thread.
+        self._transfers = ThreadPoolExecutor(KV_JOBS_MAX, thread_name_prefix="kv-transfer")
+        self._local = ThreadPoolExecutor(KV_LOCAL_JOBS, thread_name_prefix="kv-local")
+        self._lock = threading.Lock()  # the three fields below
         self._running: dict[int, Cancel] = {}
+        self._n_transfers = 0
         self._stopping = False
         self._send_lock = threading.Lock()
 
@@ -60,7 +64,8 @@ class Worker:
             running = list(self._running.values())
         for cancel in running:
             cancel.set()
-        self._pool.shutdown(cancel_futures=True)
+        self._transfers.shutdown(cancel_futures=True)
+        self._local.shutdown(cancel_futures=True)
         self._store.close()
 
     def _next(self) -> tuple[jobs.Request, socket.socket | None] | None:
@@ -78,15 +83,17 @@ class Worker:
     def _begin(self, id_: int, job: jobs.Job, sock: socket.socket | None) -> None:
         cancel = Cancel()
         with self._lock:
-            full = len(self._running) >= KV_JOBS_MAX
+            full = sock is not None and self._n_transfers >= KV_JOBS_MAX
             if not full:
                 self._running[id_] = cancel
-        if full:
-            if sock is not None:
-                sock.close()
-            self._reply(id_, jobs.Failed(reason="busy", message="the worker has its most jobs running"))
+                self._n_transfers += sock is not None
+        if not full:
+            pool = self._local if sock is None else self._transfers
+            pool.submit(self._run, id_, job, sock, cancel)
             return
-        self._pool.submit(self._run, id_, job, sock, cancel)
+        if sock is not None:
+            sock.close()
+        self._reply(id_, jobs.Failed(reason="busy", message="the worker has its most transfers running"))
 
     def _cancel(self, id_: int) -> None:
         with self._lock:
@@ -110,6 +117,7 @@ class Worker:
                 sock.close()
         with self._lock:
             del self._running[id_]
+            self._n_transfers -= sock is not None
         self._reply(id_, done)
 
     def _do(self, job: jobs.Job, sock: socket.socket | None, cancel: Cancel) -> jobs.Done:
@@ -142,14 +150,14 @@ class Worker:
     def _stats(self) -> jobs.StoreStats:
         replicas, replica_bytes, incoming, incoming_bytes = self._store.counts()
         with self._lock:
-            running = len(self._running) - 1  # this one asks
+            transfers = self._n_transfers
         return jobs.StoreStats(
             replicas=replicas,
             replica_bytes=replica_bytes,
             incoming=incoming,
             incoming_bytes=incoming_bytes,
             budget_bytes=self._store.budget_bytes,
-            jobs=running,
+            transfers=transfers,
         )
 
     def _reply(self, id_: int, done: jobs.Done) -> None:
@@ -203,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     except KvError as error:
         control.send(jobs.pack(jobs.Reply(id=0, done=jobs.Failed(reason=error.reason, message=str(error)))))
         return 1
+    warm_up()
     worker = Worker(control, store)
     try:
         _tie_to(args.parent)
