@@ -36,7 +36,7 @@ def model_entry(
     """One entry of `models:`."""
     return (
         f"  - {{name: {name}, engine: llamacpp, path: {path}, context: {context}, parallel: {parallel}, "
-        f"llamacpp: {{binary: {binary}}}}}\n"
+        f"llamacpp: {{binary: {binary}, threads: 1}}}}\n"
     )
 
 
@@ -115,7 +115,7 @@ class NodeProcess:
         return self.process.wait()
 
     def engine_pids(self) -> dict[str, int]:
-        """Backend id -> pid, from the process table and the status the node shows."""
+        """Backend id -> pid, as the last status showed them."""
         return self._pids
 
     _pids: dict[str, int] = field(default_factory=dict)
