@@ -59,7 +59,9 @@ def fake_model(tmp_path: Path, fake_binary: Path) -> Callable[..., ModelSection]
 class Watched:
     """A supervisor together with everything it said."""
 
-    def __init__(self, models: list[ModelSection], tmp_path: Path, rules: Rules, pace: Pace) -> None:
+    def __init__(
+        self, models: list[ModelSection], tmp_path: Path, rules: Rules, pace: Pace, card_pids: Any = None
+    ) -> None:
         self.seen: list[BackendView] = []
         self.in_flight: dict[str, int] = {}
         self._changed = asyncio.Event()
@@ -74,6 +76,7 @@ class Watched:
             on_change=self._hear,
             rules=rules,
             pace=pace,
+            card_pids=card_pids,
         )
 
     def _hear(self, view: BackendView) -> None:
@@ -102,12 +105,15 @@ async def watch(tmp_path: Path) -> AsyncIterator[Watch]:
     """Starts supervisors; ends them and proves that nothing of them is left."""
     running: list[Watched] = []
 
-    async def start(*models: ModelSection, rules: Rules | None = None, pace: Pace | None = None) -> Watched:
+    async def start(
+        *models: ModelSection, rules: Rules | None = None, pace: Pace | None = None, card_pids: Any = None
+    ) -> Watched:
         watched = Watched(
             list(models),
             tmp_path,
             rules or Rules(backoff_first_s=0.05, dead_retry_first_s=600.0, stop_grace_s=0.5),
             pace or Pace(starting_probe_s=0.05, probe_s=0.1, probe_timeout_s=1.0, load_poll_s=0.1),
+            card_pids,
         )
         running.append(watched)
         await watched.supervisor.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Supervisor:
         facts: HostFacts | None = None,
         pace: Pace | None = None,
         rules: Rules | None = None,
+        card_pids: Callable[[], Mapping[int, frozenset[int]] | None] | None = None,
     ) -> None:
         self._models = tuple(models)
         self._health = health
@@ -57,6 +58,7 @@ class Supervisor:
         self._hidden_env = hidden_env
         self._in_flight = in_flight
         self._on_change = on_change
+        self._card_pids = card_pids
         self._facts = facts or _plain_facts(gpu)
         self._pace = pace or Pace(probe_s=health.interval, probe_timeout_s=health.timeout)
         self._rules = rules or Rules(
@@ -88,6 +90,7 @@ class Supervisor:
             pace=self._pace,
             in_flight=self._in_flight,
             on_change=self._on_change,
+            card_pids=self._card_pids,
         )
         for model, index in load_order(self._models):
             backend = Backend(model, index, self._rules_for(model), self._save_dir(model, index), shared)
