@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from viiwork.config.model import GpuSection, HealthSection, LlamacppSection, ModelSection
+from viiwork.config.model import HealthSection, LlamacppSection, ModelSection
 from viiwork.engine.backend import Pace
 from viiwork.engine.ladder import Rules
-from viiwork.engine.supervisor import BackendView, Supervisor
+from viiwork.engine.supervisor import BackendView, HostFacts, Supervisor
 
 FAKE = Path(__file__).parent.parent / "fakes" / "llama_server.py"
 PATIENCE_S = 40.0  # nothing waits so long unless it is broken
@@ -59,16 +59,13 @@ def fake_model(tmp_path: Path, fake_binary: Path) -> Callable[..., ModelSection]
 class Watched:
     """A supervisor together with everything it said."""
 
-    def __init__(
-        self, models: list[ModelSection], tmp_path: Path, rules: Rules, pace: Pace, card_pids: Any = None
-    ) -> None:
+    def __init__(self, models: list[ModelSection], tmp_path: Path, rules: Rules, pace: Pace) -> None:
         self.seen: list[BackendView] = []
         self.in_flight: dict[str, int] = {}
         self._changed = asyncio.Event()
         self.supervisor = Supervisor(
             models,
             health=HealthSection(),
-            gpu=GpuSection(vendor="none"),
             run_dir=tmp_path / "run",
             save_root=tmp_path / "save",
             hidden_env=frozenset({"SECRET_OF_THE_MESH"}),
@@ -76,7 +73,6 @@ class Watched:
             on_change=self._hear,
             rules=rules,
             pace=pace,
-            card_pids=card_pids,
         )
 
     def _hear(self, view: BackendView) -> None:
@@ -113,10 +109,9 @@ async def watch(tmp_path: Path) -> AsyncIterator[Watch]:
             tmp_path,
             rules or Rules(backoff_first_s=0.05, dead_retry_first_s=600.0, stop_grace_s=0.5),
             pace or Pace(starting_probe_s=0.05, probe_s=0.1, probe_timeout_s=1.0, load_poll_s=0.1),
-            card_pids,
         )
         running.append(watched)
-        await watched.supervisor.start()
+        await watched.supervisor.start(HostFacts(), card_pids)
         return watched
 
     yield start

@@ -22,8 +22,8 @@ NODE = """
 import asyncio, sys
 from pathlib import Path
 import msgspec, uvloop
-from viiwork.config.model import GpuSection, HealthSection, ModelSection
-from viiwork.engine.supervisor import Supervisor
+from viiwork.config.model import HealthSection, ModelSection
+from viiwork.engine.supervisor import HostFacts, Supervisor
 
 async def main():
     def tell(view):
@@ -33,10 +33,10 @@ async def main():
     folder = Path(sys.argv[2]).parent
     supervisor = Supervisor(
         [msgspec.json.decode(sys.argv[1], type=ModelSection)],
-        health=HealthSection(), gpu=GpuSection(vendor="none"), run_dir=folder / "run",
+        health=HealthSection(), run_dir=folder / "run",
         save_root=folder / "save", hidden_env=frozenset(), in_flight=lambda backend: 0, on_change=tell,
     )
-    await supervisor.start()
+    await supervisor.start(HostFacts())
     if len(sys.argv) > 3:
         Path(sys.argv[3]).write_text(str(supervisor._guard.pid))
     await asyncio.Event().wait()

@@ -33,6 +33,10 @@ from viiwork.limits import ENGINE_LOAD_STALE_S, ENGINE_QUICK_EXIT_S, ENGINE_VIEW
 log = logging.getLogger("viiwork.engine")
 
 
+# The processes on each card, as the GPU tool shows them; it blocks, and answers None when it cannot tell.
+CardPids = Callable[[], Mapping[int, frozenset[int]] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How often a backend is looked at."""
@@ -61,7 +65,7 @@ class Shared:
     pace: Pace
     in_flight: Callable[[str], int]
     on_change: Callable[[BackendView], None]
-    card_pids: Callable[[], Mapping[int, frozenset[int]] | None] | None  # blocks; None = cannot be told
+    card_pids: CardPids | None
 
 
 class Backend:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
-import psutil
 
-from viiwork.config.model import GpuSection, HealthSection, ModelSection
+from viiwork.config.model import HealthSection, ModelSection
 from viiwork.engine import events as ev
-from viiwork.engine.backend import Backend, Pace, Shared
+from viiwork.engine.backend import Backend, CardPids, Pace, Shared
 from viiwork.engine.binary import FlagProbe
 from viiwork.engine.command import HostFacts, backend_count
 from viiwork.engine.groups import GroupGuard
@@ -31,8 +29,7 @@ class Supervisor:
     """Owns the engine processes of the node. Every method runs on the event loop's thread.
 
     `in_flight` tells how many requests a backend serves now; `on_change` hears of every change that matters
-    to routing and must not block. `facts` are the machine's; without them threads and memory are looked up
-    here and `gpu.vendor: auto` means none. `run_dir` keeps the list of running engines, so that a node
+    to routing and must not block. `run_dir` keeps the list of running engines, so that a node
     started again kills what an earlier one left behind.
     """
 
@@ -41,16 +38,13 @@ class Supervisor:
         models: Sequence[ModelSection],
         *,
         health: HealthSection,
-        gpu: GpuSection,
         run_dir: Path,
         save_root: Path | None,
         hidden_env: frozenset[str],
         in_flight: Callable[[str], int],
         on_change: Callable[[BackendView], None],
-        facts: HostFacts | None = None,
         pace: Pace | None = None,
         rules: Rules | None = None,
-        card_pids: Callable[[], Mapping[int, frozenset[int]] | None] | None = None,
     ) -> None:
         self._models = tuple(models)
         self._health = health
@@ -58,8 +52,6 @@ class Supervisor:
         self._hidden_env = hidden_env
         self._in_flight = in_flight
         self._on_change = on_change
-        self._card_pids = card_pids
-        self._facts = facts or _plain_facts(gpu)
         self._pace = pace or Pace(probe_s=health.interval, probe_timeout_s=health.timeout)
         self._rules = rules or Rules(
             max_failures=health.max_failures,
@@ -70,8 +62,11 @@ class Supervisor:
         self._session: aiohttp.ClientSession | None = None
         self._backends: dict[str, Backend] = {}
 
-    async def start(self) -> None:
-        """Begin; returns at once. Backends load one by one, the first of every model before any second."""
+    async def start(self, facts: HostFacts, card_pids: CardPids | None = None) -> None:
+        """Begin; returns at once. Backends load one by one, the first of every model before any second.
+
+        With `card_pids` an engine found on cards that are not its own is replaced.
+        """
         await asyncio.to_thread(self._guard.start)
         self._session = aiohttp.ClientSession(
             # llama-server closes connections that were idle for 5 s; ours must be the earlier end.
@@ -85,12 +80,12 @@ class Supervisor:
             gate=asyncio.Lock(),
             flags=FlagProbe(),
             ports=PortPicker(),
-            facts=self._facts,
+            facts=facts,
             hidden_env=self._hidden_env,
             pace=self._pace,
             in_flight=self._in_flight,
             on_change=self._on_change,
-            card_pids=self._card_pids,
+            card_pids=card_pids,
         )
         for model, index in load_order(self._models):
             backend = Backend(model, index, self._rules_for(model), self._save_dir(model, index), shared)
@@ -137,9 +132,3 @@ def load_order(models: Sequence[ModelSection]) -> list[tuple[ModelSection, int]]
     counts = [(model, backend_count(model)) for model in models]
     deepest = max((count for _, count in counts), default=0)
     return [(model, index) for index in range(deepest) for model, count in counts if index < count]
-
-
-def _plain_facts(gpu: GpuSection) -> HostFacts:
-    vendor = "none" if gpu.vendor == "auto" else gpu.vendor
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return HostFacts(cpus=cpus, ram_bytes=psutil.virtual_memory().total, vendor=vendor)
