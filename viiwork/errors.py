@@ -49,6 +49,12 @@ class ConfigError(UsageError):
     code = "config"
 
 
+class StateDirError(ViiworkError):
+    """A folder the node needs cannot be used."""
+
+    code = "state_dir"
+
+
 # -- requests --------------------------------------------------------------------------------------
 class RequestError(ViiworkError):
     """The client's request is wrong."""
@@ -62,6 +68,18 @@ class BodyTooLarge(RequestError):
 
 class MethodNotAllowed(RequestError):
     code, http_status = "method_not_allowed", 405
+
+
+class UnsupportedBody(RequestError):
+    """The body is compressed or not JSON by its own declaration."""
+
+    code, http_status = "unsupported_body", 415
+
+
+class BodyTimeout(RequestError):
+    """The client stopped sending in the middle of its request."""
+
+    code, http_status = "body_timeout", 408
 
 
 class NotFound(RequestError):
@@ -128,6 +146,18 @@ class ShuttingDown(Refused):
     code, retry_after_s = "shutting_down", 5
 
 
+class KvRefused(RequestError):
+    """This node does not take the offered state; the message says why."""
+
+    code, http_status = "kv_refused", 409
+
+
+class TooManyBodies(Refused):
+    """The request bodies held at once reached their cap."""
+
+    code = "too_many_bodies"
+
+
 # -- upstream --------------------------------------------------------------------------------------
 class UpstreamError(ViiworkError):
     """An engine or a peer failed before its answer could be used."""
@@ -172,6 +202,40 @@ class MeshError(ViiworkError):
     code = "mesh"
 
 
+class BadReport(MeshError):
+    """A peer's capacity report cannot be believed."""
+
+    code = "bad_report"
+
+
+class DuplicateName(MeshError):
+    """Another node of the mesh bears this node's name already."""
+
+    code = "duplicate_name"
+
+
+class PortTaken(MeshError):
+    """The gossip port is in use; the message names port, protocol and, where known, the owner."""
+
+    code = "port_taken"
+
+
+class NoOwnAddress(MeshError):
+    """No address of this machine is fit for the mesh."""
+
+    code = "no_own_address"
+
+
+class ChannelRefused(MeshError):
+    """A peer did not open the raw channel; `status` is its HTTP status, 0 when no answer came."""
+
+    code = "channel_refused"
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class KvError(ViiworkError):
     """A KV state was not moved; `reason` is a short stable word that is counted and shown."""
 
@@ -186,3 +250,9 @@ class SaveFileError(KvError):
     """A save-file is not what it should be."""
 
     code = "save_file"
+
+
+class ChannelError(KvError):
+    """The peer of a KV channel broke the protocol, or its proof is wrong."""
+
+    code = "kv_channel"

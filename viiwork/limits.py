@@ -7,12 +7,54 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 # -- api -------------------------------------------------------------------------------------------
+BODY_MAX_BYTES = 32 * MIB  # of one request; 128k tokens of text are about 0.5 MiB, the rest is for images
+BODIES_MAX_BYTES = 512 * MIB  # of all requests being read or run; beyond it new ones are refused with 503
+HEADER_READ_S = 10.0  # for a request's head; a slow sender holds a socket and 64 KiB for this long
+LINGER_S = 2.0  # a refused body is read away, so that the client sees the answer and not a reset
+IDLE_S = 120.0  # a kept-alive client connection without a request
+BODY_SILENCE_S = 60.0  # between two pieces of a request body; no slot is held meanwhile
+WRITE_STALL_S = 120.0  # a client that takes no byte for this long is gone; holds a slot and 128 KiB
+CONNECTIONS_MAX = 2048  # of clients and peers; about 20 KiB each when idle, 40 MiB
+HEADER_FIELD_MAX_BYTES = 16 * KIB  # one header line or the request line; with HEADERS_MAX 2 MiB a head
+HEADERS_MAX = 128  # header lines of one message
+MODEL_NAME_MAX_CHARS = 1024  # no engine has a longer one; error messages repeat it
+SSE_LINE_MAX_BYTES = 256 * KIB  # the scanner's memory per stream; 256 streams with huge events are 64 MiB
+SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the end
+ANSWER_TAIL_BYTES = 256 * KIB  # kept of a non-streamed answer to read its token counts; as above
+CONNECT_S = 3.0  # to an engine or a peer; one lost SYN is resent after 1 s
+ROUTE_ATTEMPTS_MAX = 16  # routes tried for one request; the dispatcher normally ends it long before
+UPSTREAM_IDLE_S = 4.0  # a kept-alive connection to an engine; llama.cpp closes them after 5 s
+UPSTREAM_IDLE_MAX = 256  # such connections kept in all, about 20 KiB each
+REFUSAL_DRAIN_BYTES = 64 * KIB  # read of a refusal so that its connection can be used again
+REFUSAL_DRAIN_S = 1.0  # and for how long
+CHANNEL_OFFER_MAX_BYTES = 64 * KIB  # of a kv channel's opening request
+CHANNEL_OFFER_S = 5.0  # for it to come
+PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long broke off
 
 # -- core ------------------------------------------------------------------------------------------
 SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it the oldest is forgotten
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
 
 # -- config ----------------------------------------------------------------------------------------
+CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; held once while it is read
+CONFIG_MAX_DEPTH = 16  # the deepest key is 5 levels down; keeps recursion over the tree shallow
+CONFIG_MAX_NODES = 50_000  # of the tree, every alias written out; at most about 15 MiB, freed after loading
+CONFIG_ECHO_MAX_CHARS = 48  # of a wrong value shown in an error, which stays one line of a terminal
+DURATION_MAX_S = 30 * 86_400  # a longer one is a slip of the unit; a float holds its microseconds exactly
+INTERVAL_MIN_S = 0.01  # for repeated work: 100 rounds a second cost under 1 % of a core, less would spin
+SIZE_MAX_BYTES = 1 << 50  # 1 PiB, a slip of the unit beyond it
+COUNT_MAX = 1_000_000  # queue and history lengths: 264 B an event is 264 MB, all an operator can ask for
+MODELS_MAX = 256  # entries of `models`; their capacity report stays under its 1 MiB
+MODEL_NAME_MAX_BYTES = 512  # room for long repository names; 256 of them are 128 KiB of a capacity report
+NODE_NAME_MAX_BYTES = 255  # a host name's length; a node's name rides in every gossip message
+SEEDS_MAX = 256  # addresses tried each `mesh.rejoin_interval`, eight at a time
+PARALLEL_MAX = 256  # slots a backend, llama.cpp's own limit of sequences
+CONTEXT_MAX_TOKENS = (1 << 31) - 1  # tokens of all slots of a backend; llama.cpp counts them in 31 bits
+GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pinning environment
+THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
+RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
+KV_COPIES_MAX = 16  # peers that hold a copy of a session
+KV_WORKERS_MAX = 16  # processes that move KV bytes; two fill 10 Gb/s
 
 # -- engine ----------------------------------------------------------------------------------------
 ENGINE_LINE_MAX_CHARS = 2048  # a longer log line is cut; 5 MB of dots without a newline cost 2 KiB
@@ -39,7 +81,77 @@ GGUF_TENSORS_MAX = 200_000  # entries of a tensor table; 200,000 offsets = 7 MiB
 GGUF_SHARDS_MAX = 10_000  # `-00001-of-NNNNN`: files looked for
 
 # -- mesh ------------------------------------------------------------------------------------------
+NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names
+MEMBERS_MAX = 1024  # members kinship holds; 1,024 polls a second is more than one loop should do anyway
+DEPARTED_MAX = 256  # departed members still listed; about 300 B each
+DEPARTED_KEPT_S = 24 * 3600.0  # an operator finds yesterday's machine; longer would list old names for ever
+NAME_GRACE_S = 60.0  # a process younger than this gives up a contested name; the older one is the known one
+LEAVE_TIMEOUT_S = 5.0  # news of a leave spreads in well under a second; a lost network must not hold the stop
+MESH_PROBLEMS_MAX = 32  # problems shown in /v1/status; one line of at most 300 characters each
+MESH_PROBLEM_KEPT_S = 300.0  # a problem not seen for so long is over
+LOG_REPEAT_S = 60.0  # the same log line at most once a minute
+LOG_KEYS_MAX = 256  # different lines remembered for that; about 200 B each
+JOINS_AT_ONCE = 8  # joins in flight; a long seed list must not open hundreds of connections
+SEED_CANDIDATES_MAX = 1024  # addresses tried in one round of discovery
+DISCOVERY_TIMEOUT_S = 10.0  # a silent source of addresses must not hold the others' round
+PEER_CONNECT_S = 0.5  # a peer is in the same building or tailnet; slower is as good as down
+PEER_KEEPALIVE_S = 4.0  # engines and nodes close idle connections after 5 s; reuse must end before that
+CAPACITY_BODY_MAX_BYTES = 1 * MIB  # body of one capacity report; held while it is decoded
+CAPACITY_MODELS_MAX = 1024  # models in one report; about 400 B each, 400 KiB a member
+CAPACITY_COUNT_MAX = 1_000_000  # slots, busy, queued, backends; a sum over MEMBERS_MAX stays well in 64 bits
+CAPACITY_CTX_MAX_TOKENS = 2**31 - 1  # the engine counts tokens in 32 bits
+CAPACITY_TEXT_MAX_CHARS = 256  # version, engine, fingerprints
+MODEL_NAME_MAX_CHARS = 256  # paths with repository names are about 100
+RTT_ALPHA = 0.3  # weight of the newest round trip; the last seven or so matter
+SIGNATURE_SKEW_S = 120  # clocks without NTP drift seconds a week; wider lengthens the nonce cache
+NONCE_KEPT_S = 240.0  # a request dated +120 s stays valid for 240 s; a shorter memory would let it in twice
+NONCE_CACHE_MAX = 262_144  # 1,090 signed requests a second for 240 s; about 130 B each, 34 MB at worst
+SIGNER_MAX_CHARS = 300  # `viiwork-cli@<host name of 253>`
+CLAIM_LOG_MAX = 256  # names of unproven forwards remembered for once-a-minute logging; 150 B each
+CHANNEL_HEAD_MAX_BYTES = 16 * KIB  # head of the answer to an upgrade; ours are under 1 KiB
+CHANNEL_ERROR_MAX_BYTES = 4 * KIB  # body of a refused upgrade that is read for its message
+CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answers
+TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
+TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
+TAILSCALE_LOG_S = 10.0  # and say so, but not each time
+TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
 
 # -- kv --------------------------------------------------------------------------------------------
+KV_STATE_MAX_BYTES = 256 * GIB  # one save-file; a larger claim is refused before anything is allocated
+KV_TOKENS_MAX = (
+    4 * 1024 * 1024
+)  # tokens of one save-file; its cell list is read whole: 48 MiB of bytes at worst
+KV_STREAMS_MAX = 256  # slots of one engine; llama.cpp's own limit of parallel sequences
+KV_LAYERS_MAX = 1024  # cache layers of one state; the largest models have about 130. 16 KiB a plane list
+KV_ROW_MAX_BYTES = 16 * MIB  # one row of one layer; real ones are 0.5-64 KiB
+KV_CHUNK_BYTES = MIB  # payload of a DATA frame, unit of hashing; 128 KiB to 2 MiB measured alike
+KV_CHUNK_MAX_BYTES = 4 * MIB  # largest chunk a peer may choose; times the ring = memory of one receive job
+KV_RING_BUFFERS = 4  # chunks in flight between the two threads of a transfer: 4 MiB a job, 16 MiB at worst
+KV_MESSAGE_MAX_BYTES = 256 * KIB  # any frame that is not DATA; a manifest of 1,024 layers is about 30 KiB
+KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; below the kernel's socket buffer
+KV_LOCAL_JOBS = 4  # renders and inspections at once in one worker; more wait for a thread
+KV_JOBS_MAX = 16  # transfers at once in one worker; each has two threads and one ring: 256 MiB at worst
+KV_REPLICAS_MAX = 4096  # committed replicas; about 20 KiB of facts each at worst, 80 MiB
+KV_GRANT_MODELS_MAX = 64  # models one receive may offer
+KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed
+KV_SILENCE_S = 8.0  # a peer that moves nothing for this long is gone; a LAN stall is far shorter
+KV_JOB_DEADLINE_S = 600.0  # whole transfer: 250 MB at 0.5 MB/s; slower than that a cold prefill wins
+KV_LINGER_S = 2.0  # after a refusal: time for the peer to read the reason before the socket closes
+KV_DISK_RESERVE_BYTES = 64 * MIB  # left free on the replica folder's filesystem, for the engine's own save
+KV_RESTART_MIN_S = 0.2  # pause before a died worker is started again; doubles up to the maximum
+KV_RESTART_MAX_S = 30.0  # a worker that dies at once is tried twice a minute
+KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shortest pause
+KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
 # -- node ------------------------------------------------------------------------------------------
+ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
+KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
+KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
+KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker
+KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
+KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels it
+KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
+KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
+KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
+KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
+RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB

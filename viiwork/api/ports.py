@@ -36,6 +36,11 @@ class Origins(Protocol):
         """
         ...
 
+    @property
+    def source_ip(self) -> str:
+        """Where connections to peers must come from, "" = anywhere."""
+        ...
+
     def forward_headers(self, method: str, path_qs: str, body: bytes) -> dict[str, str]:
         """Headers that prove to a peer that this node forwards the request."""
         ...

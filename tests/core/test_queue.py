@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from viiwork.core.queue import WaitQueue
+from viiwork.core.turn import Ask
+from viiwork.errors import QueueFull
+
+
+def names(queue: WaitQueue, decide) -> list[str]:
+    return [waiter.ask.request_id for waiter, _ in queue.runnable(decide)]
+
+
+def test_waiters_leave_in_the_order_they_came():
+    queue = WaitQueue(8)
+    for name in "abc":
+        queue.enter(Ask(name, "m"), 0.0, 20.0)
+    assert names(queue, lambda ask: True) == ["a", "b", "c"]
+    assert queue.depth("m") == 0
+
+
+def test_one_that_cannot_run_does_not_hold_up_those_behind_it():
+    queue = WaitQueue(8)
+    for name in "abc":
+        queue.enter(Ask(name, "m"), 0.0, 20.0)
+    assert names(queue, lambda ask: True if ask.request_id != "a" else None) == ["b", "c"]
+    assert queue.depth("m") == 1
+
+
+def test_each_model_has_its_own_queue_and_limit():
+    queue = WaitQueue(1)
+    queue.enter(Ask("a", "m"), 0.0, 20.0)
+    queue.enter(Ask("b", "n"), 0.0, 20.0)
+    with pytest.raises(QueueFull):
+        queue.enter(Ask("c", "m"), 0.0, 20.0)
+
+
+def test_a_queue_of_no_length_refuses_at_once_and_remembers_nothing():
+    queue = WaitQueue(0)
+    with pytest.raises(QueueFull):
+        queue.enter(Ask("a", "m"), 0.0, 20.0)
+    assert queue.depth("m") == 0
+
+
+def test_leaving_twice_does_no_harm():
+    queue = WaitQueue(1)
+    waiter = queue.enter(Ask("a", "m"), 0.0, 20.0)
+    queue.leave(waiter)
+    queue.leave(waiter)
+    assert queue.depth("m") == 0

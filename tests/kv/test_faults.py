@@ -1,0 +1,411 @@
+"""Links that break, peers that lie or stall, workers that die: an error with a reason, and nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from viiwork.errors import KvError
+from viiwork.wire.channel import Initiator, mesh_key
+from viiwork.wire.savefile import Layout
+
+Hook = Callable[[int, bytearray], bytearray | None]
+
+
+@pytest.fixture
+def save(tmp_path: Path, kit: Any) -> tuple[Path, bytes]:
+    data = kit.make_save(3000, n_layer=8, row=256)
+    path = tmp_path / "state.bin"
+    path.write_bytes(data)
+    return path, data
+
+
+async def relayed(kit: Any, hook: Hook) -> tuple[socket.socket, socket.socket, asyncio.Task[None]]:
+    """Two ends with a program between them; `hook(offset, data)` sees what the sender sends.
+
+    It gives the bytes to pass on, or None to cut the link.
+    """
+    near, near_mid = kit.tcp_pair()
+    far_mid, far = kit.tcp_pair()
+    for sock in (near_mid, far_mid):
+        sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+
+    async def pump(source: socket.socket, target: socket.socket, hook: Hook) -> None:
+        offset = 0
+        while data := bytearray(await loop.sock_recv(source, 1 << 16)):
+            passed = hook(offset, data)
+            if passed is None:
+                raise ConnectionAbortedError
+            offset += len(data)
+            await loop.sock_sendall(target, passed)
+        target.shutdown(socket.SHUT_WR)
+
+    async def run() -> None:
+        pumps = [
+            asyncio.create_task(pump(near_mid, far_mid, hook)),
+            asyncio.create_task(pump(far_mid, near_mid, lambda _, data: data)),
+        ]
+        with near_mid, far_mid:
+            with contextlib.suppress(OSError):
+                await asyncio.gather(*pumps)
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    return near, far, asyncio.create_task(run())
+
+
+async def outcome(*jobs: Awaitable[Any]) -> list[str]:
+    """Reason words of failed jobs, `done` for the others."""
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, KvError):
+            raise result
+    return [result.reason if isinstance(result, KvError) else "done" for result in results]
+
+
+async def assert_empty(worker: Any, tmp_path: Path, name: str) -> None:
+    stats = await worker.store_stats()
+    assert (stats.replicas, stats.incoming, stats.incoming_bytes, stats.transfers) == (0, 0, 0, 0)
+    assert list((tmp_path / f"store-{name}").iterdir()) == []
+
+
+async def test_a_link_cut_at_any_byte_leaves_nothing(
+    kit: Any, workers: Any, save: Any, tmp_path: Path
+) -> None:
+    path, data = save
+    a = b = await workers("b")
+    rng = random.Random(11)
+    # The handshake is the first 360 bytes, the offer the next few hundred, the commit the last 96.
+    cuts = [0, 100, 340, 400, *(rng.randrange(700, len(data)) for _ in range(6)), len(data) + 500]
+    for cut in cuts:
+
+        def hook(offset: int, piece: bytearray, cut: int = cut) -> bytearray | None:
+            return piece if offset + len(piece) <= cut else None
+
+        near, far, relay = await relayed(kit, hook)
+        reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
+        assert set(reasons) == {"link_lost"}, cut
+        await relay
+    await assert_empty(b, tmp_path, "b")
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_a_flipped_bit_anywhere_is_noticed(
+    kit: Any, workers: Any, save: Any, tmp_path: Path, encrypt: bool
+) -> None:
+    path, data = save
+    a = b = await workers("b")
+    rng = random.Random(12)
+    for at in (50, 350, 420, *(rng.randrange(700, len(data)) for _ in range(4)), len(data) + 700):
+
+        def hook(offset: int, piece: bytearray, at: int = at) -> bytearray:
+            if offset <= at < offset + len(piece):
+                piece[at - offset] ^= 0x10
+            return piece
+
+        near, far, relay = await relayed(kit, hook)
+        job = kit.send_job(path, encrypt=encrypt)
+        sent, received = await outcome(a.send(near, job), b.receive(far, kit.grant_for(data)))
+        assert received in ("corrupt", "wrong_key", "protocol", "version", "wrong_peer"), at
+        assert sent in ("corrupt", "protocol", "link_lost"), at
+        await relay
+    await assert_empty(b, tmp_path, "b")
+
+
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"key": mesh_key("other")}, {}, ["link_lost", "wrong_key"]),
+    ({"local_name": "mallory"}, {}, ["link_lost", "wrong_peer"]),
+    ({"peer_name": "c"}, {}, ["wrong_peer", "link_lost"]),
+    ({}, {"require_encrypt": True}, ["link_lost", "plaintext"]),
+    ({"model_fp": b"x" * 32}, {}, ["wrong_model", "wrong_model"]),
+    ({}, {"models": ()}, ["wrong_model", "wrong_model"]),
+    ({"n_written": 5}, {}, ["bad_file", "link_lost"]),
+    ({"n_saved": 5}, {}, ["bad_file", "link_lost"]),
+    ({"n_vocab": 10}, {}, ["bad_file", "link_lost"]),
+    ({"path": "/nowhere/at/all"}, {}, ["io_error", "link_lost"]),
+    ({"path": "/dev/null"}, {}, ["bad_file", "link_lost"]),
+]
+
+
+async def test_what_does_not_fit_is_refused_with_its_reason(
+    kit: Any, workers: Any, save: Any, tmp_path: Path
+) -> None:
+    path, data = save
+    b = await workers("b")
+    for job, grant, reasons in MISFITS:
+        near, far = kit.tcp_pair()
+        sending = b.send(near, kit.send_job(**{"path": path, **job}))
+        receiving = b.receive(far, kit.grant_for(data, **grant))
+        assert await outcome(sending, receiving) == reasons, job or grant
+    await assert_empty(b, tmp_path, "b")
+    assert sum(b.stats().failures.values()) == 2 * len(MISFITS)
+
+
+async def test_a_session_longer_than_the_slot_is_refused(kit: Any, workers: Any, save: Any) -> None:
+    path, data = save
+    b = await workers("b")
+    full = kit.grant_for(data)
+    terms = type(full.models[0])(model_fp=kit.MODEL, shape=full.models[0].shape, max_tokens=2999)
+    near, far = kit.tcp_pair()
+    grant = kit.grant_for(data, models=(terms,))
+    assert await outcome(b.send(near, kit.send_job(path)), b.receive(far, grant)) == ["too_long", "too_long"]
+
+
+async def test_a_full_store_refuses_and_takes_the_next_that_fits(
+    kit: Any, workers: Any, save: Any, tmp_path: Path
+) -> None:
+    path, data = save
+    b = await workers("b", budget=len(data) - 1)
+    near, far = kit.tcp_pair()
+    reasons = await outcome(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
+    assert reasons == ["no_space", "no_space"]
+    small = kit.make_save(100, n_layer=8, row=256)
+    path.write_bytes(small)
+    near, far = kit.tcp_pair()
+    reasons = await outcome(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(small)))
+    assert reasons == ["done", "done"]
+
+
+async def test_a_peer_that_never_speaks_frees_everything(
+    kit: Any, workers: Any, save: Any, tmp_path: Path
+) -> None:
+    path, data = save
+    b = await workers("b")
+    silent, far = kit.tcp_pair()
+    with silent:
+        assert await outcome(b.receive(far, kit.grant_for(data, silence_s=0.2))) == ["timeout"]
+    near, silent = kit.tcp_pair()
+    with silent:
+        assert await outcome(b.send(near, kit.send_job(path, silence_s=0.2))) == ["timeout"]
+    await assert_empty(b, tmp_path, "b")
+
+
+async def test_a_peer_that_stops_reading_frees_everything(kit: Any, workers: Any, save: Any) -> None:
+    path, data = save
+    path.write_bytes(data := kit.make_save(3000, n_layer=40, row=256))
+    a, b = await workers("a"), await workers("b")
+    stop = asyncio.Event()
+
+    def hook(offset: int, piece: bytearray) -> bytearray:
+        if offset > 100_000:
+            stop.set()
+        return piece
+
+    near, far, relay = await relayed(kit, hook)
+    receiving = asyncio.create_task(outcome(b.receive(far, kit.grant_for(data))))
+    sending = asyncio.create_task(outcome(a.send(near, kit.send_job(path, silence_s=0.3))))
+    await stop.wait()
+    os.kill(b.pid, signal.SIGSTOP)
+    try:
+        assert await sending == ["timeout"]
+    finally:
+        os.kill(b.pid, signal.SIGCONT)
+    assert await receiving == ["link_lost"]
+    await relay
+
+
+async def test_a_trickle_ends_at_the_deadline(kit: Any, workers: Any, save: Any, tmp_path: Path) -> None:
+    b = await workers("b")
+    trickler, far = kit.tcp_pair()
+    trickler.setblocking(False)
+    hello = Initiator(kit.KEY, "a", b"1" * 32, encrypt=False).hello()
+
+    async def trickle() -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            for at in range(len(hello)):
+                await loop.sock_sendall(trickler, hello[at : at + 1])
+                await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(trickle())
+    grant = kit.grant_for(save[1], silence_s=5.0, deadline_s=0.5)
+    with trickler:
+        assert await outcome(b.receive(far, grant)) == ["timeout"]
+        await task
+    await assert_empty(b, tmp_path, "b")
+
+
+async def test_a_slow_receiver_slows_the_sender_and_nothing_else(kit: Any, workers: Any, save: Any) -> None:
+    path, data = save
+    a = b = await workers("b")
+
+    class Slow:
+        def __call__(self, offset: int, piece: bytearray) -> bytearray:
+            time.sleep(0.001)
+            return piece
+
+    near, far, relay = await relayed(kit, Slow())
+    reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
+    assert reasons == ["done", "done"]
+    await relay
+
+
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+async def test_a_killed_worker_fails_its_jobs_and_another_one_takes_over(
+    kit: Any, workers: Any, save: Any, tmp_path: Path, victim: str
+) -> None:
+    path, data = save
+    lost: list[bool] = []
+    a = await workers("a", on_lost=lambda: lost.append(True))
+    b = await workers("b", on_lost=lambda: lost.append(True))
+    dying = a if victim == "sender" else b
+    started = asyncio.Event()
+
+    def hook(offset: int, piece: bytearray) -> bytearray:
+        if offset > 100_000 and not started.is_set():
+            started.set()
+            os.kill(dying.pid, signal.SIGKILL)
+        return piece
+
+    near, far, relay = await relayed(kit, hook)
+    reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
+    assert reasons == (["worker_died", "link_lost"] if dying is a else ["link_lost", "worker_died"])
+    await relay
+    async with asyncio.timeout(20):
+        await dying.wait_up()
+    assert lost == [True] and dying.stats().restarts == 1
+    await assert_empty(b, tmp_path, "b")
+    near, far = kit.tcp_pair()
+    reasons = await outcome(a.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
+    assert reasons == ["done", "done"]
+
+
+async def test_stopping_a_stuck_worker_kills_it_and_removes_its_files(
+    kit: Any, workers: Any, save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = save
+    b = await workers("b")
+    near, far = kit.tcp_pair()
+    assert (
+        await outcome(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data))) == ["done"] * 2
+    )
+    monkeypatch.setattr("viiwork.kv.client.STOP_WITHIN_S", 0.1)
+    os.kill(b.pid, signal.SIGSTOP)
+    await b.stop()
+    assert list((tmp_path / "store-b").iterdir()) == []
+
+
+async def test_a_worker_that_does_not_answer_is_killed_and_replaced(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.Event()
+    b = await workers("b", on_lost=lost.set)
+    monkeypatch.setattr("viiwork.kv.client.LOCAL_JOB_S", 0.1)
+    os.kill(b.pid, signal.SIGSTOP)
+    assert await outcome(b.store_stats()) == ["worker_stuck"]
+    monkeypatch.undo()
+    await lost.wait()
+    await b.wait_up()
+    assert (await b.store_stats()).replicas == 0
+
+
+async def test_a_job_without_a_worker_fails_at_once(kit: Any, workers: Any, tmp_path: Path) -> None:
+    b = await workers("b")
+    await b.stop()
+    near, far = kit.tcp_pair()
+    with far, pytest.raises(KvError) as caught:
+        await b.send(near, kit.send_job(tmp_path / "none"))
+    assert caught.value.reason == "worker_down"
+    assert near.fileno() == -1
+
+
+async def test_a_cancelled_job_closes_its_connection(kit: Any, workers: Any, save: Any) -> None:
+    b = await workers("b")
+    near, far = kit.tcp_pair()
+    near.setblocking(False)
+    task = asyncio.create_task(b.receive(far, kit.grant_for(save[1])))
+    hello = Initiator(kit.KEY, "a", b"1" * 32, encrypt=False).hello()
+    loop = asyncio.get_running_loop()
+    with near:
+        await loop.sock_sendall(near, hello)
+        await loop.sock_recv(near, 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while await loop.sock_recv(near, 4096):
+            pass
+    assert (await b.store_stats()).incoming == 0
+
+
+async def test_a_changed_replica_is_not_rendered(kit: Any, workers: Any, save: Any, tmp_path: Path) -> None:
+    path, data = save
+    b = await workers("b")
+    near, far = kit.tcp_pair()
+    _, received = await asyncio.gather(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
+    (state,) = (tmp_path / "store-b").glob("*.state")
+    with state.open("r+b") as file:
+        file.seek(len(data) - 1000)
+        file.write(b"\0" * 8)
+    out = tmp_path / "out.bin"
+    target = Layout(shape=kit.info_of(data).shape, n_stream=2, slot=0, max_tokens=5000)
+    assert await outcome(b.render(received.replica, target, out)) == ["corrupt"]
+    assert not out.exists()
+    assert await outcome(b.render(received.replica, target, out)) == ["no_replica"]
+    await assert_empty(b, tmp_path, "b")
+
+
+async def test_a_rendered_file_never_replaces_another(
+    kit: Any, workers: Any, save: Any, tmp_path: Path
+) -> None:
+    path, data = save
+    b = await workers("b")
+    near, far = kit.tcp_pair()
+    _, received = await asyncio.gather(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
+    target = Layout(shape=kit.info_of(data).shape, n_stream=2, slot=0, max_tokens=5000)
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text("keep")
+    link.symlink_to(victim)
+    for out in (victim, link):
+        with pytest.raises(KvError):
+            await b.render(received.replica, target, out)
+    assert victim.read_text() == "keep"
+
+
+NODE = """
+import asyncio, sys
+from pathlib import Path
+from viiwork.kv.client import KvWorker
+
+async def main():
+    worker = KvWorker(Path(sys.argv[1]), 1 << 20)
+    await worker.start()
+    print(worker.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_ends_with_its_node_and_takes_its_files_along(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    node = subprocess.Popen([sys.executable, "-c", NODE, str(store)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert node.stdout is not None
+        worker = psutil.Process(int(node.stdout.readline()))
+        (store / f"{'0' * 32}.state").write_bytes(b"a replica")
+        os.kill(worker.pid, signal.SIGINT)
+        os.kill(worker.pid, signal.SIGTERM)
+        node.kill()
+        psutil.wait_procs([worker], timeout=5)
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+        assert list(store.iterdir()) == []
+    finally:
+        node.kill()
+        node.wait()
+        assert node.stdout is not None
+        node.stdout.close()

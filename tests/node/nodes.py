@@ -1,0 +1,190 @@
+"""Real nodes for tests: `viiwork serve` as a process of its own, asked over its API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+READY_S = 90.0
+
+
+def free_port(host: str) -> int:
+    """A port that is free for tcp and udp on the address."""
+    while True:
+        with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+            tcp.bind((host, 0))
+            port = tcp.getsockname()[1]
+            with contextlib.suppress(OSError):
+                udp.bind((host, port))
+                return port
+
+
+def model_entry(
+    name: str, path: Path | str, *, context: int = 1024, parallel: int = 2, binary: str = "embedded"
+) -> str:
+    """One entry of `models:`."""
+    return (
+        f"  - {{name: {name}, engine: llamacpp, path: {path}, context: {context}, parallel: {parallel}, "
+        f"llamacpp: {{binary: {binary}}}}}\n"
+    )
+
+
+@dataclass
+class NodeProcess:
+    """One node; start it, ask it, kill it."""
+
+    name: str
+    host: str
+    folder: Path
+    models: str
+    seeds: tuple[str, ...] = ()
+    extra: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+    api_port: int = 0
+    mesh_port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.api_port = self.api_port or free_port(self.host)
+        self.mesh_port = self.mesh_port or free_port(self.host)
+
+    @property
+    def api(self) -> str:
+        return f"http://{self.host}:{self.api_port}"
+
+    @property
+    def seed(self) -> str:
+        return f"{self.host}:{self.mesh_port}"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / f"{self.name}.log").read_text(errors="replace")
+
+    def start(self) -> None:
+        config = self.folder / f"{self.name}.yaml"
+        seeds = "".join(f'"{seed}", ' for seed in self.seeds)
+        is_open = "" if "VIIWORK_MESH_SECRET" in self.env else "open: true, "
+        config.write_text(
+            f"node: {{name: {self.name}, state_dir: {self.folder / self.name}}}\n"
+            f"api: {{host: {self.host}, port: {self.api_port}}}\n"
+            f"mesh: {{network: lan, advertise: {self.host}, bind_port: {self.mesh_port}, {is_open}"
+            f"seeds: [{seeds}], rejoin_interval: 1s}}\n"
+            f"{self.extra}\n" + (f"models:\n{self.models}" if self.models else "models: []\n")
+        )
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "viiwork", "serve", "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={k: v for k, v in os.environ.items() if not k.startswith("VIIWORK_MESH")} | self.env,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> int:
+        """SIGTERM, SIGKILL after 20 s; the exit code."""
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+    def engine_pids(self) -> dict[str, int]:
+        """Backend id -> pid, from the process table and the status the node shows."""
+        return self._pids
+
+    _pids: dict[str, int] = field(default_factory=dict)
+
+    async def get(self, http: aiohttp.ClientSession, path: str) -> Any:
+        async with http.get(self.api + path, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return await response.json()
+
+    async def status(self, http: aiohttp.ClientSession) -> dict[str, Any]:
+        status: dict[str, Any] = await self.get(http, "/v1/status")
+        backends = [b for model in status["models"] for b in model["backends"]]
+        self._pids = {b["id"]: b["pid"] for b in backends if "pid" in b}
+        return status
+
+    async def until(
+        self, http: aiohttp.ClientSession, what: str, true, within_s: float = READY_S
+    ) -> dict[str, Any]:
+        """The first status for which `true(status)` holds."""
+        status: dict[str, Any] = {}
+        deadline = asyncio.get_running_loop().time() + within_s
+        while asyncio.get_running_loop().time() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                status = await self.status(http)
+                if true(status):
+                    return status
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(
+                    f"{self.name} ended with {self.process.returncode} before {what}:\n{self.log[-2000:]}"
+                )
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{self.name} not {what} within {within_s} s: {status}\n{self.log[-3000:]}")
+
+    async def until_healthy(self, http: aiohttp.ClientSession) -> dict[str, Any]:
+        return await self.until(
+            http,
+            "healthy",
+            lambda s: (
+                all(b["status"] == "healthy" for m in s["models"] for b in m["backends"]) and s["models"]
+            ),
+        )
+
+    async def until_idle(self, http: aiohttp.ClientSession, within_s: float = 5.0) -> dict[str, Any]:
+        """No lease, forward, busy slot or waiter is left."""
+        return await self.until(
+            http,
+            "idle",
+            lambda s: (
+                s["requests"]["leases"] == s["requests"]["forwards"] == 0
+                and all(m["busy"] == m["queued"] == 0 for m in s["models"])
+            ),
+            within_s,
+        )
+
+    async def until_sees(self, http: aiohttp.ClientSession, model: str, n_hosts: int) -> None:
+        """The node knows `n_hosts` fresh hosts with healthy slots of a model."""
+        deadline = asyncio.get_running_loop().time() + READY_S
+        while asyncio.get_running_loop().time() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                fleet = await self.get(http, "/v1/fleet/capacity")
+                hosts = [h for m in fleet["models"] if m["name"] == model for h in m["hosts"]]
+                if sum(h.get("slots", 0) > 0 for h in hosts) == n_hosts:
+                    return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{self.name} does not see {n_hosts} hosts of {model}\n{self.log[-3000:]}")
+
+
+def alive(pid: int) -> bool:
+    """Is the process there and not a zombie?"""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

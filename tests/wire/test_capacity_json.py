@@ -1,0 +1,210 @@
+"""JSON of `/v1/capacity` and `/v1/fleet/capacity`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from viiwork.core.capacity import CapacityReport, KvIdentity, ModelCapacity, PeerReport, fleet_capacity
+from viiwork.errors import BadReport
+from viiwork.limits import CAPACITY_BODY_MAX_BYTES, CAPACITY_MODELS_MAX
+from viiwork.wire.capacity import decode_report, encode_report, fleet_json
+
+KV = KvIdentity("abc", "4", "f16", "q8_0", v_trans=True, n_ctx=4096)
+COUNTS = st.integers(0, 1_000_000)
+TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=40)
+
+
+@st.composite
+def reports(draw):
+    names = draw(st.lists(TEXT.filter(bool), unique=True, max_size=5))
+    models = []
+    for name in names:
+        backends = draw(COUNTS)
+        kv = draw(st.none() | st.builds(KvIdentity, TEXT, TEXT, TEXT, TEXT, st.booleans(), COUNTS))
+        models.append(
+            ModelCapacity(
+                name,
+                draw(TEXT),
+                draw(COUNTS),
+                draw(COUNTS),
+                draw(COUNTS),
+                draw(COUNTS),
+                backends,
+                draw(st.integers(0, backends)),
+                kv,
+            )
+        )
+    return CapacityReport(draw(st.from_regex(r"\An[a-z0-9.-]{1,20}\Z")), draw(TEXT), tuple(models))
+
+
+def body(**changes):
+    model = {
+        "name": "qwen",
+        "engine": "llamacpp",
+        "slots": 4,
+        "busy": 1,
+        "queued": 0,
+        "ctx": 8192,
+        "backends": 2,
+        "healthy_backends": 2,
+    }
+    report = {"node": "b", "ver": "0.1.0", "models": [model]}
+    for key, value in changes.items():
+        (report if key in report else model)[key] = value
+    return json.dumps(report).encode()
+
+
+@given(reports())
+def test_a_report_comes_back_as_it_was(report):
+    assert decode_report(encode_report(report)) == report
+
+
+@given(st.binary(max_size=200) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr))
+def test_any_bytes_are_a_report_or_a_bad_report(data):
+    try:
+        decode_report(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"))
+    except BadReport as error:
+        assert str(error)
+
+
+def test_the_published_shape_is_kept():
+    report = CapacityReport("b", "0.1", (ModelCapacity("q", "llamacpp", 4, 1, 2, 8192, 2, 1),))
+    assert json.loads(encode_report(report)) == {
+        "node": "b",
+        "ver": "0.1",
+        "models": [
+            {
+                "name": "q",
+                "engine": "llamacpp",
+                "slots": 4,
+                "busy": 1,
+                "queued": 2,
+                "ctx": 8192,
+                "backends": 2,
+                "healthy_backends": 1,
+            }
+        ],
+    }
+
+
+def test_kv_identity_is_published_only_when_there_is_one():
+    with_kv = CapacityReport("b", "", (ModelCapacity("q", kv=KV),))
+    assert json.loads(encode_report(with_kv))["models"][0]["kv"]["cache_type_v"] == "q8_0"
+
+
+def test_unknown_fields_of_a_newer_node_are_ignored():
+    report = decode_report(body(ttft_overhead_ms=12.5, perf={"a": [1]}))
+    assert report.models[0].slots == 4
+
+
+def test_more_busy_than_slots_is_kept_and_gives_no_free_slot():
+    assert decode_report(body(busy=9)).models[0].free == 0
+
+
+def test_null_models_are_no_models():
+    assert decode_report(b'{"node":"b","ver":"","models":null}').models == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": -1},
+        {"slots": "4"},
+        {"slots": True},
+        {"slots": 1.5},
+        {"slots": 10**30},
+        {"slots": None},
+        {"busy": -1},
+        {"ctx": 2**40},
+        {"healthy_backends": 3},
+        {"name": ""},
+        {"name": "a b"},
+        {"name": "a\x1b[2J"},
+        {"name": "x" * 300},
+        {"engine": "a\nb"},
+        {"ver": "1\r\n2"},
+        {"node": ""},
+        {"node": "a b"},
+        {"node": "mesh"},
+        {"node": "n" * 65},
+        {"node": "müller"},
+        {"kv": 5},
+        {"kv": {"model_fp": "x"}},
+    ],
+)
+def test_a_known_field_of_the_wrong_type_or_range_refuses_the_report(changes):
+    with pytest.raises(BadReport):
+        decode_report(body(**changes))
+
+
+@pytest.mark.parametrize("missing", ["slots", "busy", "backends", "healthy_backends", "name"])
+def test_an_absent_number_is_not_taken_for_zero(missing):
+    report = json.loads(body())
+    del report["models"][0][missing]
+    with pytest.raises(BadReport):
+        decode_report(json.dumps(report).encode())
+
+
+def test_a_model_named_twice_refuses_the_report():
+    report = json.loads(body())
+    report["models"] *= 2
+    with pytest.raises(BadReport, match="twice"):
+        decode_report(json.dumps(report).encode())
+
+
+def test_size_and_number_of_models_are_capped():
+    with pytest.raises(BadReport, match="over"):
+        decode_report(b" " * (CAPACITY_BODY_MAX_BYTES + 1))
+    report = json.loads(body())
+    report["models"] = [{**report["models"][0], "name": f"m{i}"} for i in range(CAPACITY_MODELS_MAX + 1)]
+    with pytest.raises(BadReport):
+        decode_report(json.dumps(report).encode())
+
+
+def test_a_deeply_nested_report_is_refused():
+    with pytest.raises(BadReport):
+        decode_report(b'{"node":"b","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
+def test_fleet_json_gives_a_stale_host_an_age_and_no_numbers():
+    mine = CapacityReport("a", "0.1", (ModelCapacity("q", "llamacpp", 4, 1, 0, 8192, 1, 1),))
+    old = PeerReport(CapacityReport("b", "0.1", mine.models), 89.0, 90.0, api="127.0.0.2:8086")
+    fresh = PeerReport(CapacityReport("c", "0.1", mine.models), 99.0, 99.5, api="127.0.0.3:8086")
+    fleet = fleet_json("a", "0.1", 3.0, fleet_capacity(mine, [old, fresh], 100.0, 3.0))
+    assert fleet == {
+        "view": "a",
+        "ver": "0.1",
+        "stale_after_s": 3,
+        "models": [
+            {
+                "name": "q",
+                "engine": "llamacpp",
+                "slots": 8,
+                "busy": 2,
+                "free": 6,
+                "queued": 0,
+                "ctx": 8192,
+                "hosts": [
+                    {"node": "a", "slots": 4, "busy": 1, "free": 3, "ctx": 8192, "age_ms": 0},
+                    {"node": "b", "api": "127.0.0.2:8086", "age_ms": 10000, "stale": True},
+                    {
+                        "node": "c",
+                        "api": "127.0.0.3:8086",
+                        "slots": 4,
+                        "busy": 1,
+                        "free": 3,
+                        "ctx": 8192,
+                        "age_ms": 500,
+                    },
+                ],
+            }
+        ],
+    }
+
+
+def test_fleet_json_of_an_unknown_model_is_an_empty_list():
+    assert fleet_json("a", "", 2.5, ()) == {"view": "a", "stale_after_s": 2.5, "models": []}

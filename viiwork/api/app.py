@@ -1,0 +1,166 @@
+"""The node's HTTP face: which path goes where, and the guard around every handler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import cast
+
+from aiohttp import web
+
+from viiwork.api.admin import MODELS_PATH, Admin
+from viiwork.api.inference import Inference
+from viiwork.api.ports import Channels, Dispatcher, Facts, Origins
+from viiwork.api.server import ClientConnection, ClientServer, error_answer
+from viiwork.api.upgrade import CHANNEL_PATH, Upgrade
+from viiwork.api.upstream import Upstreams
+from viiwork.errors import MethodNotAllowed, NotFound, ViiworkError
+from viiwork.limits import BODIES_MAX_BYTES, BODY_MAX_BYTES, BODY_SILENCE_S, HEADER_READ_S, IDLE_S
+from viiwork.wire.openai import INFERENCE_PATHS
+
+log = logging.getLogger("viiwork.api")
+
+_Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
+_AT_ONCE_S = 0.001  # aiohttp takes 0 for "without limit"
+_GET = ("GET", "HEAD")
+_POST = ("POST",)
+
+
+class ApiServer:
+    """Listens, routes, and answers every request with something a client can read."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        origins: Origins,
+        facts: Facts,
+        channels: Channels | None = None,
+        *,
+        upstreams: Upstreams | None = None,
+        body_max_bytes: int = BODY_MAX_BYTES,
+        bodies_max_bytes: int = BODIES_MAX_BYTES,
+        body_silence_s: float = BODY_SILENCE_S,
+        header_read_s: float = HEADER_READ_S,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._upstreams = upstreams or Upstreams()
+        self.inference = Inference(
+            dispatcher,
+            origins,
+            facts.name,
+            self._upstreams,
+            body_max_bytes=body_max_bytes,
+            bodies_max_bytes=bodies_max_bytes,
+            body_silence_s=body_silence_s,
+        )
+        self._admin = Admin(facts)
+        self._routes = self._table(channels)
+        self._timeouts = {"header_read_s": header_read_s, "idle_s": idle_s}
+        self._server: ClientServer | None = None
+        self._listeners: list[asyncio.Server] = []
+        self._n_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def listen(self, host: str, port: int, *, sock: socket.socket | None = None) -> tuple[str, int]:
+        """Accept connections at an address, or at a bound socket; answers with the address taken."""
+        loop = asyncio.get_running_loop()
+        if self._server is None:
+            self._server = ClientServer(self._handle, **self._timeouts)
+        if sock is not None:
+            listener = await loop.create_server(self._server, sock=sock, backlog=1024)
+        else:
+            listener = await loop.create_server(self._server, host, port, backlog=1024)
+        self._listeners.append(listener)
+        name = listener.sockets[0].getsockname()
+        return name[0], name[1]
+
+    def stop_accepting(self) -> None:
+        """Close the listening sockets, and each connection once its request is answered."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        if self._server is not None:
+            self._server.pre_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Let running requests end within `grace_s`, then cut them."""
+        self.stop_accepting()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        if self._server is not None:
+            await self._server.shutdown(_AT_ONCE_S)
+            await self._idle.wait()  # cancelled handlers still give back what they hold
+        self._upstreams.close()
+
+    def _table(self, channels: Channels | None) -> dict[str, tuple[tuple[str, ...], _Handler]]:
+        admin = self._admin
+        routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
+            "/health": (_GET, admin.health),
+            MODELS_PATH: (_GET, admin.models),
+            "/models": (_GET, admin.models),
+            "/v1/model/info": (_GET, admin.model_info),
+            "/v1/capacity": (_GET, admin.capacity),
+            "/v1/fleet/capacity": (_GET, admin.fleet_capacity),
+            "/v1/status": (_GET, admin.status),
+        }
+        for path in INFERENCE_PATHS:
+            routes[path] = (_POST, self.inference.handle)
+        if channels is not None:
+            routes[CHANNEL_PATH] = (_POST, Upgrade(channels).handle)
+        return routes
+
+    def _route(self, raw_path: str) -> tuple[str, tuple[str, ...], _Handler]:
+        """Canonical path, allowed methods and handler of a request target."""
+        path = raw_path.partition("#")[0].partition("?")[0]
+        if not path.startswith("/"):
+            path = _path_of_absolute(path)
+        route = self._routes.get(path)
+        if route is None and path.startswith(MODELS_PATH + "/") and path != MODELS_PATH + "/":
+            return path, _GET, self._admin.model
+        if route is None:
+            path = "/" + "/".join(filter(None, path.split("/")))  # `/v1//models`, `/v1/models/`
+            route = self._routes.get(path)
+        if route is None:
+            raise NotFound(f"there is no {path[:200]} here")
+        return path, *route
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._n_running += 1
+        self._idle.clear()
+        try:
+            return await self._guarded(request)
+        finally:
+            self._n_running -= 1
+            if not self._n_running:
+                self._idle.set()
+
+    async def _guarded(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Route, and turn every error into an answer; nothing of ours reaches the client but its kind."""
+        headers: dict[str, str] = {}
+        try:
+            path, methods, handler = self._route(request.raw_path)
+            if request.method not in methods:
+                headers["Allow"] = ", ".join(methods)
+                raise MethodNotAllowed(f"{path} takes {headers['Allow']}, not {request.method}")
+            return await handler(request, path)
+        except ViiworkError as error:
+            answer = error_answer(error, headers=headers)
+        except ConnectionError:
+            raise  # the client left; there is nobody to answer
+        except Exception:
+            log.exception("api.failed %s %s", request.method, request.raw_path[:200])
+            answer = error_answer(ViiworkError("internal error"))
+        if not request.content.is_eof() or cast(ClientConnection, request.protocol).broken:
+            answer.force_close()  # the rest of the body is not worth reading
+        return answer
+
+
+def _path_of_absolute(target: str) -> str:
+    """Path of an absolute-form target such as `http://host/v1/models`."""
+    _, mark, rest = target.partition("://")
+    return f"/{rest.partition('/')[2]}" if mark else target

@@ -1,0 +1,379 @@
+"""One inference request: read it, find it a place, relay the answer, give the place back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import time
+from functools import lru_cache
+from typing import NoReturn, cast
+
+from aiohttp import web
+from aiohttp.client_exceptions import ClientError
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_writer import HttpVersion11
+from yarl import URL
+
+from viiwork.api.headers import header, request_head, safe_value
+from viiwork.api.ports import Dispatcher, Origins
+from viiwork.api.relay import Passed, cut, relay
+from viiwork.api.server import ClientConnection, Sent
+from viiwork.api.upstream import Address, Answer, Upstreams
+from viiwork.core.turn import Ask, Grant, Outcome, Result
+from viiwork.errors import (
+    AllRoutesRefused,
+    BodyTimeout,
+    BodyTooLarge,
+    NotFound,
+    NotServedHere,
+    RequestError,
+    TooManyBodies,
+    UnsupportedBody,
+    UpstreamError,
+    UpstreamStalled,
+    UpstreamUnreachable,
+    ViiworkError,
+)
+from viiwork.limits import (
+    BODIES_MAX_BYTES,
+    BODY_MAX_BYTES,
+    BODY_SILENCE_S,
+    REFUSAL_DRAIN_BYTES,
+    REFUSAL_DRAIN_S,
+    ROUTE_ATTEMPTS_MAX,
+)
+from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
+
+log = logging.getLogger("viiwork.api")
+
+REQUEST_HEADER = "X-Viiwork-Request"
+_REFUSALS = frozenset((429, 503))
+# Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
+_PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
+
+
+class _RouteFailed(Exception):
+    """Nothing of an answer went to the client; another route may take the request."""
+
+    def __init__(self, result: Result, status: int = 0, detail: str = "") -> None:
+        super().__init__(detail)
+        self.result: Result = result
+        self.status = status
+        self.detail = detail
+
+
+class Inference:
+    """Handler of every inference path."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        origins: Origins,
+        node: str,
+        upstreams: Upstreams,
+        *,
+        body_max_bytes: int = BODY_MAX_BYTES,
+        bodies_max_bytes: int = BODIES_MAX_BYTES,
+        body_silence_s: float = BODY_SILENCE_S,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._origins = origins
+        self._node = node
+        self._upstreams = upstreams
+        self._body_max_bytes = body_max_bytes
+        self._bodies_max_bytes = bodies_max_bytes
+        self._body_silence_s = body_silence_s
+        self._bodies_bytes = 0
+        self._running: dict[str, _Run] = {}
+
+    def abandon(self, request_id: str, why: str) -> bool:
+        """Give up the place where a request runs now: its upstream is taken for dead.
+
+        Before the first byte the request is tried elsewhere, after it the client's stream breaks.
+        False when no such request runs.
+        """
+        run = self._running.get(request_id)
+        if run is not None:
+            run.stop(why)
+        return run is not None
+
+    async def handle(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+        """Answer one request for `path`, which is how the engine knows the endpoint."""
+        connection = cast(ClientConnection, request.protocol)
+        taken = 0
+        try:
+            check_encoding(request)
+            if request.content.is_eof():
+                body = request.content.read_nowait()
+                if len(body) > self._body_max_bytes:
+                    raise BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
+            else:
+                body = await self._read(request)
+            if connection.broken:
+                raise RequestError("the body is not framed as HTTP demands")
+            taken = len(body)
+            self._count(taken)
+            if connection.half_closed:
+                raise ClientClosedEarly("the client closed its side before it was answered")
+            connection.needed = True
+            return await self._answer(request, path, body)
+        finally:
+            connection.needed = False
+            self._bodies_bytes -= taken
+
+    def _count(self, n_bytes: int) -> None:
+        self._bodies_bytes += n_bytes
+        if self._bodies_bytes > self._bodies_max_bytes:
+            raise TooManyBodies("too many large requests at once")
+
+    async def _read(self, request: web.BaseRequest) -> bytes:
+        """The whole body. No slot is taken before it is complete."""
+        check_declared(request, self._body_max_bytes)
+        if expects_continue(request):
+            cast(asyncio.Transport, request.transport).write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        content = request.content
+        pieces: list[bytes] = []
+        n_bytes = 0
+        try:
+            while not content.at_eof():
+                async with asyncio.timeout(self._body_silence_s):
+                    piece = await content.readany()
+                n_bytes += len(piece)
+                if n_bytes > self._body_max_bytes:
+                    raise BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
+                self._count(len(piece))
+                pieces.append(piece)
+        except TimeoutError:
+            raise BodyTimeout(f"no piece of the body came for {self._body_silence_s:.0f} s") from None
+        finally:
+            self._bodies_bytes -= sum(map(len, pieces))
+        return b"".join(pieces)
+
+    async def _answer(self, request: web.BaseRequest, path: str, body: bytes) -> web.StreamResponse:
+        path_qs = path + query_of(request)
+        headers = request.headers
+        entry = self._origins.forwarded_by(
+            request.method, request.raw_path, headers, body, request.remote or ""
+        )
+        wanted = peek(path, headers, body)
+        ask = Ask(
+            request_id=_request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
+            model=wanted.model,
+            session=wanted.session,
+            kv_share=wanted.kv_share,
+            needs_slot=wanted.needs_slot,
+            pinnable=wanted.pinnable,
+            body_bytes=len(body),
+            forwarded_by=entry,
+        )
+        exclude: list[str] = []
+        failure: _RouteFailed | None = None
+        for _ in range(ROUTE_ATTEMPTS_MAX):
+            try:
+                grant = await self._dispatcher.acquire(ask, exclude)
+            except (AllRoutesRefused, NotFound, NotServedHere) as error:
+                raise _told(error, failure) from None
+            try:
+                return await self._run(request, path_qs, body, wanted, grant)
+            except _RouteFailed as failed:
+                log.info("route.failed %s on %s: %s", ask.request_id, grant.node, failed.detail)
+                failure = failed
+                exclude.append(grant.node)
+        raise _told(AllRoutesRefused("every route refused the request"), failure)
+
+    async def _run(
+        self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
+    ) -> web.StreamResponse:
+        """Run the request where it was granted; the grant is given back on every way out."""
+        started = time.monotonic()
+        passed = Passed()
+        answer: Answer | None = None
+        status = 0
+        run = _Run()
+        self._running[grant.ask.request_id] = run
+        try:
+            async with run.before_answer:
+                answer = await self._send(request, path_qs, body, wanted, grant)
+            status = answer.status
+            if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
+                await self._refused(answer)
+            run.answer = answer
+            path = path_qs.partition("?")[0]
+            await relay(request, answer, self._said(grant), path, passed, peer=grant.is_forward)
+            return Sent(passed.keep_alive)
+        except _RouteFailed as failed:
+            passed.result, passed.detail = failed.result, failed.detail
+            raise
+        except UpstreamError as error:
+            passed.result, passed.detail = "unreachable", str(error)
+            raise _RouteFailed("unreachable", detail=str(error)) from error
+        except TimeoutError:
+            passed.result, passed.detail = "stalled", run.why
+            raise _RouteFailed("stalled", detail=run.why) from None
+        except asyncio.CancelledError:
+            if cast(ClientConnection, request.protocol).lost:
+                passed.result, passed.detail = "client_gone", "the client left"
+            else:
+                passed.result, passed.detail = "broken", "the node stopped"
+            raise
+        except Exception:
+            if not passed.first_byte_sent:
+                raise
+            # Half an answer is out: a second head inside of it would be taken for content.
+            log.exception("relay.failed %s", grant.ask.request_id)
+            cut(request, reset=True)
+            return Sent(keep_alive=False)
+        finally:
+            del self._running[grant.ask.request_id]
+            if answer is not None:
+                self._upstreams.give_back(answer)
+            first = passed.first_content_at
+            outcome = Outcome(
+                result=passed.result,
+                status=status,
+                ttft_s=None if first is None else first - started,
+                duration_s=time.monotonic() - started,
+                usage=passed.usage,
+                detail=passed.detail,
+            )
+            self._dispatcher.finish(grant, outcome)
+            if passed.result in ("broken", "client_gone"):
+                log.info(
+                    "request.%s %s on %s: %s", passed.result, grant.ask.request_id, grant.node, passed.detail
+                )
+
+    async def _send(
+        self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
+    ) -> Answer:
+        address, host = _place(grant.url)
+        proof: dict[str, str] = {}
+        if grant.is_forward:
+            address = address._replace(source_ip=self._origins.source_ip)
+            proof = self._origins.forward_headers("POST", path_qs, body)
+            proof[REQUEST_HEADER] = grant.ask.request_id
+        elif wanted.pinnable and grant.slot is not None:
+            body = pin(body, grant.slot)
+        elif wanted.names_slot and wanted.needs_slot:
+            body = pin(body, ENGINE_CHOOSES)  # a client must not reach into another session's slot
+        head = request_head(
+            request.raw_headers,
+            method="POST",
+            path_qs=path_qs,
+            host=host,
+            body_bytes=len(body),
+            extra=proof,
+            peer=grant.is_forward,
+        )
+        return await self._upstreams.exchange(address, head, body)
+
+    async def _refused(self, answer: Answer) -> NoReturn:
+        """Read a refusal away, so that its connection can be used again, and try the next route."""
+        n_bytes = 0
+        try:
+            async with asyncio.timeout(REFUSAL_DRAIN_S):
+                while not answer.body.at_eof() and n_bytes < REFUSAL_DRAIN_BYTES:
+                    n_bytes += len(await answer.body.readany())
+        except (TimeoutError, OSError, ClientError, HttpProcessingError):
+            log.debug("a refusal's body was cut short")
+        result: Result = "refused" if answer.status in _REFUSALS else "unreachable"
+        raise _RouteFailed(result, answer.status, f"answered {answer.status}")
+
+    def _said(self, grant: Grant) -> list[bytes]:
+        """Our own header lines of an answer."""
+        ask = grant.ask
+        lines = [
+            f"X-Viiwork-Node: {safe_value(grant.node)}\r\n"
+            f"X-Viiwork-Model: {safe_value(ask.model)}\r\n"
+            f"{REQUEST_HEADER}: {ask.request_id}\r\n"
+        ]
+        if grant.backend:
+            lines.append(f"X-Gpu-Backend: {safe_value(grant.backend)}\r\n")
+        entry = self._node if grant.is_forward else ask.forwarded_by
+        if entry:
+            lines.append(f"X-Viiwork-Origin: {safe_value(entry)}\r\n")
+        if grant.queued_s > 0:
+            lines.append(f"X-Viiwork-Queued-Ms: {math.ceil(grant.queued_s * 1000)}\r\n")
+        return ["".join(lines).encode()]
+
+
+class _Run:
+    """A request at its place, so far as giving it up needs to know."""
+
+    __slots__ = ("answer", "before_answer", "why")
+
+    def __init__(self) -> None:
+        self.before_answer = asyncio.timeout(None)
+        self.answer: Answer | None = None
+        self.why = ""
+
+    def stop(self, why: str) -> None:
+        self.why = why
+        if self.answer is not None:
+            self.answer.connection.abort()
+            self.answer.body.set_exception(ConnectionAbortedError(why))
+        elif not self.before_answer.expired():
+            self.before_answer.reschedule(0.0)
+
+
+class ClientClosedEarly(RequestError):
+    """Nobody is there to be answered."""
+
+    code = "client_closed"
+
+
+def check_declared(request: web.BaseRequest, most_bytes: int) -> None:
+    """Refuse by the head alone what would be refused after reading."""
+    length = request.content_length
+    if length is not None and length > most_bytes:
+        raise BodyTooLarge(f"the body is larger than {most_bytes} bytes")
+
+
+def check_encoding(request: web.BaseRequest) -> None:
+    """Refuse what can be known not to be JSON; any other label is ignored, as the engine ignores it."""
+    headers = request.headers
+    if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        raise UnsupportedBody("compressed request bodies are not supported")
+    if headers.get("Content-Type", "").lstrip().lower().startswith("multipart/"):
+        raise UnsupportedBody("multipart bodies are not supported; send JSON")
+
+
+def expects_continue(request: web.BaseRequest) -> bool:
+    expect = request.headers.get("Expect", "")
+    return expect.lower() == "100-continue" and request.version >= HttpVersion11
+
+
+def query_of(request: web.BaseRequest) -> str:
+    """The query as it was sent, with its question mark; "" without one."""
+    _, mark, query = request.raw_path.partition("#")[0].partition("?")
+    return mark + query if query else ""
+
+
+def _request_id(told: str) -> str:
+    """The id its entry node gave a forward, so that both logs tell of the same request; else a new one."""
+    return told if re.fullmatch("[0-9a-f]{16}", told) else os.urandom(8).hex()
+
+
+def _is_peer_fault(answer: Answer) -> bool:
+    return answer.status in _PEER_FAULTS and not header(answer.head.raw_headers, b"x-viiwork-node")
+
+
+def _told(error: ViiworkError, failure: _RouteFailed | None) -> ViiworkError:
+    """What the client hears when no route is left: how the last one failed, unless it merely refused."""
+    if failure is None or failure.result == "refused":
+        return error
+    if failure.result == "stalled":
+        return UpstreamStalled(f"the upstream stayed silent: {failure.detail}")
+    return UpstreamUnreachable(f"the upstream failed: {failure.detail}")
+
+
+@lru_cache(maxsize=512)
+def _place(url: str) -> tuple[Address, str]:
+    """Socket address and `Host` of a base URL."""
+    parsed = URL(url)
+    host, port = parsed.host, parsed.port
+    if host is None or port is None:
+        raise UpstreamUnreachable(f"{url} is no address")
+    return Address(host, port), parsed.authority

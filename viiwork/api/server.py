@@ -1,0 +1,205 @@
+"""The HTTP server under the handlers: aiohttp's protocol with our timeouts and our error answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_parser import HttpRequestParser
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
+
+from viiwork.errors import RequestError, ViiworkError
+from viiwork.limits import (
+    CONNECTIONS_MAX,
+    HEADER_FIELD_MAX_BYTES,
+    HEADER_READ_S,
+    HEADERS_MAX,
+    IDLE_S,
+    KIB,
+    LINGER_S,
+    WRITE_STALL_S,
+)
+from viiwork.wire.openai import error_body
+
+log = logging.getLogger("viiwork.api")
+
+READ_BYTES = 256 * KIB  # of a body are read ahead, at most twice this
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class ClientConnection(RequestHandler):
+    """One client's socket."""
+
+    def __init__(self, *args: Any, header_read_s: float = HEADER_READ_S, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_read_s = header_read_s
+        self._header_timer: asyncio.TimerHandle | None = None
+        self.needed = False  # work runs that is only worth while somebody waits for it
+        self.half_closed = False
+        self.lost = False
+        self.broken = False  # the request being read lost its framing
+        # One message at a time: the parser forgets what it has read when a later request of the same
+        # packet is broken, and those before it would go unanswered.
+        self._max_msg_queue_size = 1
+        self._msg_queue_resume_size = 0
+        self._parser = HttpRequestParser(
+            self,
+            self._loop,
+            READ_BYTES,
+            max_line_size=HEADER_FIELD_MAX_BYTES,
+            max_field_size=HEADER_FIELD_MAX_BYTES,
+            max_headers=HEADERS_MAX,
+            payload_exception=web.RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=1,
+        )
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._header_timer = self._loop.call_later(self._header_read_s, self._header_late)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Ends a connection whose reader takes nothing while bytes wait, also after the handler is done.
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_STALL_S * 1000)
+            )
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.lost = True
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            if self._header_timer is None and data:
+                self._header_timer = self._loop.call_later(self._header_read_s, self._header_late)
+            return
+        if self._messages:
+            if self._header_timer is not None:
+                self._stop_header_timer()
+            request = self._current_request
+            if (
+                isinstance(self._messages[-1][0], _ErrInfo)
+                and request is not None
+                and not request.content.is_eof()
+            ):
+                # The parser leaves a half-read body to wait for ever.
+                self.broken = True
+                request.content.feed_eof()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Called for every piece read; without a pause before it the parser has nothing left."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """A client that closes for sending has left, as it has for the engine.
+
+        Nothing tells its half-close from a close before the next write, and an answer nobody waits for
+        would hold a slot. Only what is answered at once is still answered.
+        """
+        self.half_closed = True
+        idle = self._waiter is not None and not self._waiter.done()
+        if self.needed or idle:
+            return None
+        self.close()
+        return True
+
+    def _header_late(self) -> None:
+        self._header_timer = None
+        if not self._request_in_progress and not self._messages:
+            self.force_close()
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what the parser refused; handlers never let an exception come this far."""
+        if status >= 500:
+            log.error("api.failed outside a handler", exc_info=exc)
+            answer = json_answer(500, error_body("internal error", "server_error", "internal"))
+        else:
+            text = (message or "not valid HTTP").partition("\n")[0].strip(" :")
+            error = RequestError(f"the request is not valid HTTP: {text}"[:300])
+            answer = error_answer(error, status=status)
+        answer.force_close()
+        return answer
+
+
+class ClientServer(web.Server):
+    """Makes a `ClientConnection` of each accepted socket."""
+
+    def __init__(
+        self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S
+    ) -> None:
+        super().__init__(cast(Any, handler), handler_cancellation=True)
+        self._header_read_s = header_read_s
+        self._idle_s = idle_s
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._connections) > CONNECTIONS_MAX:
+            log.warning("connection.refused: %d clients are connected", CONNECTIONS_MAX)
+            transport.abort()
+
+    def __call__(self) -> RequestHandler:
+        return ClientConnection(
+            self,
+            loop=self._loop,
+            header_read_s=self._header_read_s,
+            keepalive_timeout=self._idle_s,
+            access_log=cast(Any, None),
+            read_bufsize=READ_BYTES,
+            lingering_time=LINGER_S,
+        )
+
+
+class Sent(web.StreamResponse):
+    """Tells aiohttp that a handler has written its answer itself; of a response it is only the name."""
+
+    def __init__(self, keep_alive: bool) -> None:
+        self._keep_alive = keep_alive
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        return None
+
+    async def write_eof(self, data: Any = b"") -> None:
+        return None
+
+
+def json_answer(status: int, value: Any, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return web.Response(
+        status=status,
+        body=body,
+        content_type="application/json",
+        headers={"Server": "viiwork", **(headers or {})},
+    )
+
+
+def error_answer(
+    error: ViiworkError, *, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """The one way from an error to an answer."""
+    more = dict(headers or {})
+    if error.retry_after_s is not None:
+        more["Retry-After"] = str(error.retry_after_s)
+    text = str(error) or error.code.replace("_", " ")
+    # Names in a message may hold halves of characters that no encoder takes.
+    text = text.encode("utf-8", "replace").decode()
+    return json_answer(status or error.http_status, error_body(text, error.type, error.code), more)

@@ -1,0 +1,65 @@
+"""The wait queue: requests that found every slot taken, first in, first out for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from viiwork.core.turn import Ask
+from viiwork.errors import QueueFull
+
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """One request in a queue; compared by identity."""
+
+    ask: Ask
+    since: float
+    deadline: float
+
+
+class WaitQueue:
+    """Queues of all models, at most `limit` waiters each."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._queues: dict[str, dict[Waiter, None]] = {}
+
+    def depth(self, model: str) -> int:
+        return len(self._queues.get(model, ()))
+
+    def enter(self, ask: Ask, now: float, wait_s: float) -> Waiter:
+        """Join the end of the model's queue. Raises `QueueFull`."""
+        queue = self._queues.setdefault(ask.model, {})
+        if len(queue) >= self._limit:
+            if not queue:
+                del self._queues[ask.model]
+            raise QueueFull(f"{ask.model}: all slots are busy and {self._limit} requests wait already")
+        waiter = Waiter(ask, now, now + wait_s)
+        queue[waiter] = None
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """Take a waiter out, wherever it stands; nothing happens when it is out already."""
+        queue = self._queues.get(waiter.ask.model)
+        if queue is not None:
+            queue.pop(waiter, None)
+            if not queue:
+                del self._queues[waiter.ask.model]
+
+    def runnable(self, decide: Callable[[Ask], D | None]) -> Iterator[tuple[Waiter, D]]:
+        """Waiters that can run now, in order, each taken out before it is handed over.
+
+        `decide` answers None for one that still has to wait; those behind it get their chance all the same,
+        so that a request bound to a full node does not hold up the others. The caller must act on each pair
+        before it takes the next one.
+        """
+        for model in list(self._queues):
+            for waiter in list(self._queues.get(model, ())):
+                decision = decide(waiter.ask)
+                if decision is not None:
+                    self.leave(waiter)
+                    yield waiter, decision

@@ -1,0 +1,128 @@
+"""Decisions of kv_share: where a session's state goes, which of two states is newer, what a move achieved."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from viiwork.core.affinity import rendezvous
+from viiwork.core.capacity import KvIdentity, ModelCapacity
+from viiwork.core.sessions import Binding, SessionKey
+
+Warmth = Literal["warm", "partly", "cold"]
+
+WARM_SHARE = 0.90  # of the prompt taken from the imported state
+PARTLY_SHARE = 0.30
+
+_TAILNET_V4 = ipaddress.ip_network("100.64.0.0/10")
+_TAILNET_V6 = ipaddress.ip_network("fd7a:115c:a1e0::/48")
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A peer's committed state of one session, held by this node's worker under `name`."""
+
+    name: str
+    key: SessionKey
+    n_tokens: int
+    n_bytes: int
+    generation: int
+    source: str
+
+
+class ReplicaTable:
+    """Replicas by session, the newest generation of each; at most `limit`, the oldest forgotten first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._replicas: OrderedDict[SessionKey, Replica] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(replica.n_bytes for replica in self._replicas.values())
+
+    def get(self, key: SessionKey) -> Replica | None:
+        return self._replicas.get(key)
+
+    def put(self, replica: Replica) -> list[Replica]:
+        """Keep a replica; the answer lists those to delete: what it replaces, or itself if older."""
+        known = self._replicas.get(replica.key)
+        if known is not None and known.generation > replica.generation:
+            return [replica]
+        self._replicas[replica.key] = replica
+        self._replicas.move_to_end(replica.key)
+        dropped = [known] if known is not None and known.name != replica.name else []
+        while len(self._replicas) > self._limit:
+            dropped.append(self._replicas.popitem(last=False)[1])
+        return dropped
+
+    def remove(self, name: str) -> None:
+        """Forget the replica of this name, if it is the one in the table."""
+        for key, replica in self._replicas.items():
+            if replica.name == name:
+                del self._replicas[key]
+                return
+
+    def clear(self) -> None:
+        self._replicas.clear()
+
+
+def targets(
+    session: str,
+    model: str,
+    own: KvIdentity | None,
+    n_tokens: int,
+    peers: Iterable[tuple[str, ModelCapacity]],
+    n_replicas: int,
+) -> list[str]:
+    """Peers the state goes to: those whose engine could restore it, in the session's rendezvous order."""
+    if own is None:
+        return []
+    able = [
+        node
+        for node, entry in peers
+        if entry.name == model and entry.kv is not None and entry.kv.matches(own) and entry.kv.fits(n_tokens)
+    ]
+    return rendezvous(session, able)[:n_replicas]
+
+
+def is_newer(replica: Replica | None, binding: Binding | None) -> bool:
+    """Should the replica be restored before the session's next turn runs in a slot of this node?"""
+    if replica is None:
+        return False
+    return binding is None or binding.ref is None or replica.generation > binding.generation
+
+
+def path_allowed(addr: str, *, secured: bool, open_lan: bool) -> str:
+    """Why a state must not go to this address; "" when it may.
+
+    A secured mesh proves its peers. An open mesh shares over loopback and tailnet addresses, and over others
+    only where `kv_share.open` says so.
+    """
+    if secured or open_lan:
+        return ""
+    ip = ipaddress.ip_address(addr.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    if ip.is_loopback or ip in (_TAILNET_V4 if ip.version == 4 else _TAILNET_V6):
+        return ""
+    return "the mesh has no secret and the address is not on a tailnet (kv_share.open would allow it)"
+
+
+def path_is_private(addr: str) -> bool:
+    """Is everything sent to this address unreadable for others already (loopback, or a tailnet's tunnel)?"""
+    return path_allowed(addr, secured=False, open_lan=False) == ""
+
+
+def warmth(cached: int | None, prompt: int | None) -> Warmth:
+    """What the first turn after a change of host found, from the engine's own counts."""
+    if not cached or not prompt:
+        return "cold"
+    share = cached / prompt
+    return "warm" if share >= WARM_SHARE else "partly" if share >= PARTLY_SHARE else "cold"

@@ -1,0 +1,148 @@
+"""Where a request runs: one question, one answer, no effects.
+
+Order: a session goes back to the slot it had, then to the node it had; everyone else takes a free slot of
+this node, then the peer with the most free slots (ties: the nearer one, then by name). A forward runs here or
+is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from viiwork.core.peers import PeerTable
+from viiwork.core.sessions import SessionTable
+from viiwork.core.slots import SlotRef, SlotTable
+from viiwork.core.turn import Ask
+from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel, ViiworkError
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Run here, in this slot."""
+
+    ref: SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class LocalUnslotted:
+    """Run here, on this backend, without a slot."""
+
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Hand the request to this peer."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The model exists and nobody has room; `served` says whether anybody healthy serves it at all."""
+
+    served: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer with this error now."""
+
+    error: type[ViiworkError]
+    message: str
+
+
+Decision = Local | LocalUnslotted | Forward | Wait | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a decision looks at."""
+
+    me: str
+    slots: SlotTable
+    sessions: SessionTable
+    peers: PeerTable
+
+
+def choose(view: View, ask: Ask, now: float, exclude: Collection[str] = ()) -> Decision:
+    """Decide where `ask` runs; nodes in `exclude` refused it already."""
+    if ask.forwarded_by is not None:
+        return _admit_forward(view, ask)
+    if not view.slots.serves(ask.model) and not view.peers.knows(ask.model):
+        return Refuse(UnknownModel, f"no node of this mesh serves a model named {ask.model!r}")
+    here = view.me not in exclude
+    if not ask.needs_slot:
+        backend = view.slots.any_routable(ask.model) if here else None
+        if backend is not None:
+            return LocalUnslotted(backend)
+        peer = _best_peer(view, ask, now, exclude, need_free=False)
+    else:
+        home = _home(view, ask, now, exclude)
+        if home is not None:
+            return home
+        ref = _free_slot(view, ask) if here else None
+        if ref is not None:
+            return Local(ref)
+        peer = _best_peer(view, ask, now, exclude, need_free=True)
+    if peer is not None:
+        return Forward(peer)
+    served = view.slots.any_routable(ask.model) is not None or any(view.peers.serving(ask.model, now))
+    return Wait(served)
+
+
+def _admit_forward(view: View, ask: Ask) -> Decision:
+    """Run a forward here or refuse it at once: it waits at its entry node and makes no second hop."""
+    if not view.slots.serves(ask.model):
+        return Refuse(NotServedHere, f"{view.me} does not serve {ask.model!r}")
+    if not ask.needs_slot:
+        backend = view.slots.any_routable(ask.model)
+        if backend is not None:
+            return LocalUnslotted(backend)
+    else:
+        ref = _free_slot(view, ask)
+        if ref is not None:
+            return Local(ref)
+    return Refuse(NoFreeSlot, f"{view.me} has no free slot for {ask.model!r}")
+
+
+def _home(view: View, ask: Ask, now: float, exclude: Collection[str]) -> Decision | None:
+    """The place of the session's last turn, if that was elsewhere and has room; slots of our own:
+    `_free_slot`.
+    """
+    if ask.session is None:
+        return None
+    binding = view.sessions.get((ask.session, ask.model))
+    if binding is None or binding.node in ("", view.me) or binding.node in exclude:
+        return None
+    for node, entry in view.peers.serving(ask.model, now):
+        if node == binding.node and view.peers.free(node, entry) > 0:
+            return Forward(node)
+    return None
+
+
+def _free_slot(view: View, ask: Ask) -> SlotRef | None:
+    """The session's own slot, else a slot that holds nobody's session, else the one idle longest."""
+    key = (ask.session, ask.model) if ask.session is not None else None
+    if key is not None:
+        binding = view.sessions.get(key)
+        if binding is not None and binding.ref is not None and view.slots.is_free(binding.ref):
+            return binding.ref
+
+    def cost(ref: SlotRef) -> tuple[bool, float]:
+        return view.sessions.occupant(ref) is not None, view.sessions.idle_since(ref)
+
+    return min(view.slots.free_slots(ask.model), key=cost, default=None)
+
+
+def _best_peer(view: View, ask: Ask, now: float, exclude: Collection[str], *, need_free: bool) -> str | None:
+    best: tuple[int, float, str] | None = None
+    for node, entry in view.peers.serving(ask.model, now):
+        free = view.peers.free(node, entry)
+        if node in exclude or (need_free and free <= 0):
+            continue
+        rank = (-free, view.peers.rtt_s(node), node)
+        if best is None or rank < best:
+            best = rank
+    return best[2] if best is not None else None

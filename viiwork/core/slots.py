@@ -1,0 +1,127 @@
+"""The slot table: which slots this node's backends have, and who holds each of them.
+
+Single owner of all leases. A lease is the right of one request (or one save of kv_share) to one slot;
+`release` gives it back and may be called on every exit of a request, because only the first call counts.
+Nothing here knows what a slot contains; that is `core.sessions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """One slot of one backend."""
+
+    backend: str
+    slot: int
+
+
+@dataclass(slots=True)
+class _Backend:
+    model: str
+    url: str
+    n_slots: int
+    routable: bool
+    leases: dict[int, int] = field(default_factory=dict)  # slot -> lease number
+    extra: set[int] = field(default_factory=set)  # leases on slots that no longer exist
+
+
+class SlotTable:
+    """Slots and leases of all local backends."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, _Backend] = {}
+        self._where: dict[int, SlotRef] = {}
+        self._next = 0
+
+    # -- what the engine side tells ------------------------------------------------------------------
+    def put_backend(self, backend: str, *, model: str, url: str, n_slots: int, routable: bool) -> None:
+        """Add a backend or take over its new facts; leases survive a restart of the engine until they are
+        released.
+        """
+        known = self._backends.get(backend)
+        if known is None:
+            self._backends[backend] = _Backend(model, url, n_slots, routable)
+            return
+        known.model, known.url, known.routable = model, url, routable
+        if n_slots < known.n_slots:
+            for slot in [s for s in known.leases if s >= n_slots]:
+                known.extra.add(known.leases.pop(slot))
+        known.n_slots = n_slots
+
+    def remove_backend(self, backend: str) -> None:
+        """Forget a backend; its open leases become no-ops."""
+        gone = self._backends.pop(backend, None)
+        if gone is not None:
+            for lease in (*gone.leases.values(), *gone.extra):
+                self._where.pop(lease, None)
+
+    # -- questions -----------------------------------------------------------------------------------
+    def serves(self, model: str) -> bool:
+        """Is the model configured here, healthy or not?"""
+        return any(b.model == model for b in self._backends.values())
+
+    def free_slots(self, model: str) -> Iterator[SlotRef]:
+        """Slots of routable backends of the model that nobody holds."""
+        for name, backend in self._backends.items():
+            if backend.model == model and backend.routable:
+                # A lease on a vanished slot still occupies the engine: it takes room, whichever slot it is.
+                room = backend.n_slots - len(backend.leases) - len(backend.extra)
+                for slot in range(backend.n_slots):
+                    if room <= 0:
+                        break
+                    if slot not in backend.leases:
+                        room -= 1
+                        yield SlotRef(name, slot)
+
+    def is_free(self, ref: SlotRef) -> bool:
+        backend = self._backends.get(ref.backend)
+        return (
+            backend is not None
+            and backend.routable
+            and ref.slot < backend.n_slots
+            and ref.slot not in backend.leases
+            and len(backend.leases) + len(backend.extra) < backend.n_slots
+        )
+
+    def in_flight(self, backend: str) -> int:
+        """Leases open on a backend."""
+        known = self._backends.get(backend)
+        return len(known.leases) + len(known.extra) if known else 0
+
+    def url(self, backend: str) -> str:
+        """Base URL of a backend that is in the table."""
+        return self._backends[backend].url
+
+    def any_routable(self, model: str) -> str | None:
+        """The routable backend of the model with the fewest leases, for requests that need no slot."""
+        found = [n for n, b in self._backends.items() if b.model == model and b.routable]
+        return min(found, key=self.in_flight, default=None)
+
+    @property
+    def open_leases(self) -> int:
+        return len(self._where)
+
+    # -- leases --------------------------------------------------------------------------------------
+    def lease(self, ref: SlotRef) -> int:
+        """Take a free slot; the returned number, never 0, gives it back. ValueError when it is not free."""
+        if not self.is_free(ref):
+            raise ValueError(f"slot {ref.slot} of {ref.backend} is not free")
+        self._next += 1
+        self._backends[ref.backend].leases[ref.slot] = self._next
+        self._where[self._next] = ref
+        return self._next
+
+    def release(self, lease: int) -> SlotRef | None:
+        """Give a lease back; None when it was given back before or its backend is gone."""
+        ref = self._where.pop(lease, None)
+        if ref is None:
+            return None
+        backend = self._backends[ref.backend]
+        if backend.leases.get(ref.slot) == lease:
+            del backend.leases[ref.slot]
+        backend.extra.discard(lease)
+        return ref

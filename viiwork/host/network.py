@@ -1,0 +1,139 @@
+"""This machine's addresses: the one of the default route, all of them, and who holds a port."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+_ROUTE4 = Path("/proc/net/route")
+_ROUTE6 = Path("/proc/net/ipv6_route")
+_RTF_UP, _RTF_REJECT = 0x1, 0x200
+_TIMEOUT_S = 5.0
+
+
+def default_route_address() -> str | None:
+    """Address of the interface that carries the default route of lowest metric.
+
+    IPv4 when there is one, else IPv6. Other interfaces are never guessed at: bridges and VPNs have
+    addresses too, and they are valid only here.
+    """
+    by_interface = _interface_addresses()
+    for family, interfaces in ((4, _default_interfaces(4)), (6, _default_interfaces(6))):
+        for interface in interfaces:
+            if address := usable_address(by_interface.get(interface, ()), family):
+                return address
+    return None
+
+
+def own_addresses() -> frozenset[str]:
+    """Every IP address of this machine."""
+    return frozenset(ip for addresses in _interface_addresses().values() for ip in addresses)
+
+
+def port_owner(port: int, protocol: str) -> str | None:
+    """Name and pid of the process that holds `port`/`protocol`; None if the system does not tell us."""
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    try:
+        connections = psutil.net_connections(kind="inet")
+    except (psutil.Error, OSError):
+        return None
+    for c in connections:
+        if c.type != kind or not c.laddr or c.laddr.port != port or c.pid is None:
+            continue
+        if kind == socket.SOCK_STREAM and c.status != psutil.CONN_LISTEN:
+            continue
+        with contextlib.suppress(psutil.Error, OSError):
+            return f"{psutil.Process(c.pid).name()} (pid {c.pid})"
+    return None
+
+
+def usable_address(addresses: Iterable[str], family: int) -> str | None:
+    """First address of the family that other machines can use. Pure."""
+    for text in addresses:
+        ip = ipaddress.ip_address(text)
+        if ip.version == family and not (ip.is_loopback or ip.is_link_local or ip.is_unspecified):
+            return text
+    return None
+
+
+def parse_proc_route(text: str) -> list[str]:
+    """Interfaces with an IPv4 default route, lowest metric first, from /proc/net/route. Pure."""
+    found = []
+    for line in text.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) < 8:
+            continue
+        try:
+            destination, flags, metric, mask = (
+                int(fields[1], 16),
+                int(fields[3], 16),
+                int(fields[6]),
+                int(fields[7], 16),
+            )
+        except ValueError:
+            continue
+        if destination == 0 and mask == 0 and flags & _RTF_UP and not flags & _RTF_REJECT:
+            found.append((metric, fields[0]))
+    return _by_metric(found)
+
+
+def parse_proc_ipv6_route(text: str) -> list[str]:
+    """Interfaces with an IPv6 default route, lowest metric first, from /proc/net/ipv6_route. Pure."""
+    found = []
+    for line in text.splitlines():
+        fields = line.split()
+        if len(fields) < 10:
+            continue
+        try:
+            is_default = int(fields[0], 16) == 0 and int(fields[1], 16) == 0
+            metric, flags = int(fields[5], 16), int(fields[8], 16)
+        except ValueError:
+            continue
+        if is_default and flags & _RTF_UP and not flags & _RTF_REJECT:
+            found.append((metric, fields[9]))
+    return _by_metric(found)
+
+
+def parse_route_get(text: str) -> list[str]:
+    """Interface in the answer of macOS `route -n get default`. Pure."""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "interface" and value.strip():
+            return [value.strip()]
+    return []
+
+
+def _by_metric(found: list[tuple[int, str]]) -> list[str]:
+    return list(dict.fromkeys(name for _, name in sorted(found, key=lambda f: f[0]) if name != "lo"))
+
+
+def _default_interfaces(family: int) -> list[str]:
+    if sys.platform == "darwin":
+        command = ["route", "-n", "get", *(["-inet6"] if family == 6 else []), "default"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        return parse_route_get(answer.stdout)
+    path, parse = (_ROUTE4, parse_proc_route) if family == 4 else (_ROUTE6, parse_proc_ipv6_route)
+    try:
+        return parse(path.read_text())
+    except OSError:
+        return []
+
+
+def _interface_addresses() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for interface, addresses in psutil.net_if_addrs().items():
+        for a in addresses:
+            if a.family in (socket.AF_INET, socket.AF_INET6):
+                # psutil writes link-local IPv6 as fe80::1%eth0
+                found.setdefault(interface, []).append(a.address.partition("%")[0])
+    return found

@@ -1,0 +1,70 @@
+"""What two nodes must have in common to exchange states of a model: weights, and args that change results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from blake3 import blake3
+
+from viiwork.config.model import ModelSection
+from viiwork.host.gguf import model_fingerprint
+
+# Operator args that change speed or looks and never a KV row; with a value each unless marked 0.
+_HARMLESS = {
+    "-t": 1,
+    "--threads": 1,
+    "-tb": 1,
+    "--threads-batch": 1,
+    "--threads-http": 1,
+    "-ngl": 1,
+    "--gpu-layers": 1,
+    "--n-gpu-layers": 1,
+    "--prio": 1,
+    "--prio-batch": 1,
+    "--poll": 1,
+    "--numa": 1,
+    "-v": 0,
+    "--verbose": 0,
+    "--log-verbosity": 1,
+    "--no-mmap": 0,
+    "--mlock": 0,
+    "--cache-ram": 1,
+    "--ctx-checkpoints": 1,
+    "--slot-prompt-similarity": 1,
+    "--metrics": 0,
+    "--no-webui": 0,
+    "--jinja": 0,
+    "--chat-template": 1,
+    "--chat-template-file": 1,
+    "--reasoning-format": 1,
+}
+
+
+async def state_fingerprint(model: ModelSection) -> bytes:
+    """32 bytes; blocks in a thread. Raises `EngineError` for a model file that cannot be read."""
+    return await asyncio.to_thread(_fingerprint, model)
+
+
+def _fingerprint(model: ModelSection) -> bytes:
+    parts = [model_fingerprint(Path(model.path))]
+    for arg in changing_args(model.args):
+        # A file named by an argument (a LoRA, a projector) counts by its content, not by its name.
+        counts = arg.endswith(".gguf") and Path(arg).is_file()
+        parts.append(model_fingerprint(Path(arg)) if counts else arg)
+    return blake3("\0".join(parts).encode()).digest()
+
+
+def changing_args(args: Sequence[str]) -> Iterator[str]:
+    """The operator's args without those known to be harmless; an unknown one counts, for safety."""
+    skip = 0
+    for arg in args:
+        if skip:
+            skip -= 1
+            continue
+        flag, has_value, _ = arg.partition("=")
+        if flag in _HARMLESS:
+            skip = 0 if has_value else _HARMLESS[flag]
+            continue
+        yield arg

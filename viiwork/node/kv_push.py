@@ -1,0 +1,254 @@
+"""The sending side of kv_share: after a turn, the session's state goes ahead to the peer its next turn may
+land on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from viiwork.config.model import KvShareSection
+from viiwork.core.replicas import path_allowed, path_is_private, targets
+from viiwork.core.sessions import Binding, SessionKey
+from viiwork.core.slots import SlotRef
+from viiwork.errors import KvError, ViiworkError
+from viiwork.kv.client import KvWorker
+from viiwork.kv.jobs import SendJob
+from viiwork.limits import KV_PUSHES_AT_ONCE, KV_SAVE_S, KV_SLOT_SETTLE_S
+from viiwork.mesh.peer import PeerClient
+from viiwork.mesh.values import Member
+from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
+from viiwork.node.kv_stats import KvStats
+from viiwork.wire.channel import mesh_key
+from viiwork.wire.kvoffer import StateOffer, encode_offer
+
+log = logging.getLogger(__name__)
+
+SETTLE_POLL_S = 0.02
+
+
+def session_digest(key: SessionKey) -> bytes:
+    """How a session on a model is called on the wire and on disk."""
+    return blake3("\0".join(key).encode("utf-8", "surrogatepass")).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeers:
+    """How this node reaches and proves itself to its peers."""
+
+    me: str
+    secret: bytes | None
+    client: PeerClient
+    member: Callable[[str], Member | None]
+
+
+class EngineGates:
+    """One save or restore at a time per engine: each of them stops all its slots."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def of(self, backend: str) -> asyncio.Lock:
+        return self._locks[backend]
+
+
+class Pusher:
+    """Sends states; one push a session at a time, a newer turn following an unfinished push."""
+
+    def __init__(
+        self,
+        config: KvShareSection,
+        peers: KvPeers,
+        dispatcher: Dispatcher,
+        layouts: EngineLayouts,
+        worker: KvWorker,
+        gates: EngineGates,
+        stats: KvStats,
+    ) -> None:
+        self._config = config
+        self._peers = peers
+        self._dispatcher = dispatcher
+        self._layouts = layouts
+        self._worker = worker
+        self._gates = gates
+        self._stats = stats
+        self._running: dict[SessionKey, asyncio.Task[None]] = {}
+        self._again: set[SessionKey] = set()
+        self._room = asyncio.Semaphore(KV_PUSHES_AT_ONCE)
+
+    def turn_ended(self, key: SessionKey, binding: Binding) -> None:
+        """A turn left `binding.n_tokens` tokens in its slot."""
+        if binding.ref is None or binding.n_tokens < self._config.min_tokens:
+            return
+        if key in self._running:
+            self._again.add(key)
+            return
+        self._running[key] = asyncio.get_running_loop().create_task(self._push(key))
+
+    async def stop(self) -> None:
+        self._again.clear()
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _push(self, key: SessionKey) -> None:
+        try:
+            while True:
+                self._again.discard(key)
+                async with self._room:
+                    await self._push_newest(key)
+                if key not in self._again:
+                    return
+        finally:
+            self._running.pop(key, None)
+
+    async def _push_newest(self, key: SessionKey) -> None:
+        binding = self._dispatcher.sessions.get(key)
+        if binding is None or binding.ref is None:
+            return
+        layout = self._layouts.get(binding.ref.backend)
+        members = self._targets(key, binding)
+        if layout is None or not members:
+            self._stats.sent.skipped["not_portable" if layout is None else "no_peer"] += 1
+            return
+        name = f"out-{uuid.uuid4().hex}"
+        path = layout.save_dir / name
+        try:
+            self._check_space(layout, binding)
+            if not await self._save(key, binding, binding.ref, layout, name):
+                return
+            for member in members:
+                await self._send(key, binding, layout, str(path), member)
+        except (ViiworkError, OSError) as error:
+            reason = error.reason if isinstance(error, KvError) else getattr(error, "code", "io_error")
+            self._stats.sent.failed[reason] += 1
+            self._stats.transferred("send", failed=reason, session=key[0][:8], model=key[1])
+            log.info("kv_share.not_sent session=%s model=%s: %s", key[0][:8], key[1], error)
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _targets(self, key: SessionKey, binding: Binding) -> list[Member]:
+        """Members to send to, those whose address forbids it counted and left out."""
+        session, model = key
+        serving = self._dispatcher.peers.serving(model, time.monotonic())
+        own = self._layouts.identity(model)
+        allowed = []
+        for node, entry in serving:
+            member = self._peers.member(node)
+            if member is None:
+                continue
+            secured = self._peers.secret is not None
+            if why := path_allowed(member.addr, secured=secured, open_lan=self._config.open):
+                self._stats.sent.skipped["path_not_allowed"] += 1
+                log.debug("kv_share.not_allowed peer=%s: %s", node, why)
+                continue
+            allowed.append((node, entry))
+        chosen = targets(session, model, own, binding.n_tokens, allowed, self._config.replicas)
+        return [member for node in chosen if (member := self._peers.member(node)) is not None]
+
+    def _check_space(self, layout: EngineLayout, binding: Binding) -> None:
+        need = layout.shape.token_bytes * binding.n_tokens
+        there = os.statvfs(layout.save_dir)
+        free = there.f_bavail * there.f_frsize
+        if free < need * 1.1:
+            raise KvError("no_space", f"a save of about {need} bytes, {free} are free in {layout.save_dir}")
+
+    async def _save(
+        self, key: SessionKey, binding: Binding, ref: SlotRef, layout: EngineLayout, name: str
+    ) -> bool:
+        """Save the slot while nobody else may use it; False when the session has moved on."""
+        async with self._gates.of(ref.backend):
+            lease = self._dispatcher.take_idle_slot(ref)
+            if lease is None or self._dispatcher.sessions.get(key) != binding:
+                if lease is not None:
+                    self._dispatcher.give_back(lease)
+                self._stats.sent.skipped["slot_busy"] += 1
+                return False  # the turn that runs there now will push when it ends
+            try:
+                await self._until_settled(layout, ref)
+                done = await layout.client.save(ref.slot, name, KV_SAVE_S)
+            finally:
+                self._dispatcher.give_back(lease)
+        size = (layout.save_dir / name).stat().st_size
+        if size != done.n_written:
+            raise KvError("bad_file", f"the engine wrote {size} of {done.n_written} bytes")
+        return True
+
+    async def _until_settled(self, layout: EngineLayout, ref: SlotRef) -> None:
+        """The engine frees a slot a moment after its last byte; a save before that would be put off."""
+        until = time.monotonic() + KV_SLOT_SETTLE_S
+        while True:
+            slots = {slot.id: slot for slot in await layout.client.slots()}
+            if not slots[ref.slot].is_processing:
+                return
+            if time.monotonic() > until:
+                raise KvError("slot_busy", f"slot {ref.slot} of {ref.backend} does not come to rest")
+            await asyncio.sleep(SETTLE_POLL_S)
+
+    async def _send(
+        self, key: SessionKey, binding: Binding, layout: EngineLayout, path: str, member: Member
+    ) -> None:
+        session, model = key
+        started = time.monotonic()
+        offer = StateOffer(
+            session=session,
+            model=model,
+            generation=binding.generation,
+            n_tokens=binding.n_tokens,
+            model_fp=layout.model_fp.hex(),
+            state=layout.identity().state,
+        )
+        channel = await self._peers.client.open_channel(member, {}, encode_offer(offer))
+        job = SendJob(
+            path=path,
+            session=session_digest(key),
+            model_fp=layout.model_fp,
+            generation=binding.generation,
+            created_unix_s=time.time(),
+            key=mesh_key(self._peers.secret or b""),
+            local_name=self._peers.me,
+            peer_name=member.name,
+            encrypt=must_encrypt(self._config, member.addr),
+        )
+        done = await self._worker.send(channel.sock, job)
+        took_s = time.monotonic() - started
+        self._stats.sent.done += 1
+        self._stats.sent.n_bytes += done.total_bytes
+        self._stats.transferred(
+            "send",
+            session=session[:8],
+            model=model,
+            peer=member.name,
+            tokens=done.info.n_tokens,
+            bytes=done.total_bytes,
+            seconds=round(took_s, 4),
+            encrypted=job.encrypt,
+        )
+        log.info(
+            "kv_share.sent session=%s model=%s peer=%s tokens=%d bytes=%d seconds=%.3f",
+            session[:8],
+            model,
+            member.name,
+            done.info.n_tokens,
+            done.total_bytes,
+            took_s,
+        )
+
+
+def must_encrypt(config: KvShareSection, addr: str) -> bool:
+    """`kv_share.encrypt`; auto encrypts wherever the path itself does not keep the bytes private."""
+    if config.encrypt == "auto":
+        return not path_is_private(addr)
+    return config.encrypt == "on"

@@ -1,0 +1,163 @@
+"""The receiving side of kv_share: which offers are admitted, and what becomes of their sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from viiwork.config.model import KvShareSection
+from viiwork.core.replicas import Replica, ReplicaTable, path_allowed
+from viiwork.errors import KvError, KvRefused
+from viiwork.kv.client import KvWorker
+from viiwork.kv.jobs import ModelTerms, ReceiveGrant
+from viiwork.limits import KV_RECEIVES_AT_ONCE
+from viiwork.mesh.origins import MeshOrigins
+from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
+from viiwork.node.kv_push import must_encrypt, session_digest
+from viiwork.node.kv_stats import KvStats
+from viiwork.wire.channel import PROTOCOL, mesh_key
+from viiwork.wire.kvoffer import StateOffer, decode_offer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """An offer this node said yes to."""
+
+    offer: StateOffer
+    layout: EngineLayout
+    peer: str
+    remote_ip: str
+
+
+class Receiver:
+    """Implements `api.ports.Channels`."""
+
+    def __init__(
+        self,
+        me: str,
+        config: KvShareSection,
+        secrets: tuple[bytes, ...],
+        origins: MeshOrigins,
+        dispatcher: Dispatcher,
+        replicas: ReplicaTable,
+        layouts: EngineLayouts,
+        worker: KvWorker,
+        stats: KvStats,
+    ) -> None:
+        self._me = me
+        self._config = config
+        self._secrets = secrets
+        self._origins = origins
+        self._dispatcher = dispatcher
+        self._replicas = replicas
+        self._layouts = layouts
+        self._worker = worker
+        self._stats = stats
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def check(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> Admitted:
+        """See `api.ports.Channels.check`; the sender is proven before its offer is read."""
+        peer = self._origins.sent_by(method, path_qs, headers, body, remote_ip)
+        offer = decode_offer(body)
+        if not self._config.enabled:
+            raise KvRefused("kv_share is off on this node")
+        secured = bool(self._secrets)
+        if why := path_allowed(remote_ip, secured=secured, open_lan=self._config.open):
+            raise KvRefused(why)
+        layout = self._layouts.any_of(offer.model)
+        if layout is None:
+            raise KvRefused(f"this node has no portable backend of {offer.model!r}")
+        own = layout.identity()
+        if (own.model_fp, own.state) != (offer.model_fp, offer.state):
+            raise KvRefused(f"weights or state layout of {offer.model!r} differ from this node's")
+        if not own.fits(offer.n_tokens):
+            raise KvRefused(f"{offer.n_tokens} tokens do not fit a slot of {own.n_ctx}")
+        if self._has_newer(offer):
+            raise KvRefused("this node has a newer state of the session")
+        if len(self._tasks) >= KV_RECEIVES_AT_ONCE:
+            raise KvRefused(f"{KV_RECEIVES_AT_ONCE} states are being received already")
+        return Admitted(offer, layout, peer, remote_ip)
+
+    def answer_headers(self, admitted: Admitted) -> dict[str, str]:
+        """See `api.ports.Channels.answer_headers`."""
+        return {"Connection": "Upgrade", "Upgrade": PROTOCOL}
+
+    def take(self, admitted: Admitted, sock: socket.socket) -> None:
+        """See `api.ports.Channels.take`."""
+        task = asyncio.get_running_loop().create_task(self._receive(admitted, sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _has_newer(self, offer: StateOffer) -> bool:
+        key = (offer.session, offer.model)
+        replica, binding = self._replicas.get(key), self._dispatcher.sessions.get(key)
+        held = binding.generation if binding is not None and binding.ref is not None else 0
+        return max(held, replica.generation if replica is not None else 0) >= offer.generation
+
+    async def _receive(self, admitted: Admitted, sock: socket.socket) -> None:
+        offer, layout = admitted.offer, admitted.layout
+        terms = ModelTerms(model_fp=layout.model_fp, shape=layout.shape, max_tokens=layout.view.ctx)
+        grant = ReceiveGrant(
+            keys=tuple(mesh_key(secret) for secret in self._secrets) or (mesh_key(b""),),
+            local_name=self._me,
+            peer_name=admitted.peer,
+            models=(terms,),
+            require_encrypt=must_encrypt(self._config, admitted.remote_ip),
+        )
+        try:
+            done = await self._worker.receive(sock, grant)
+            got = done.manifest.offer
+            if got.session != session_digest((offer.session, offer.model)):
+                await self._worker.drop(done.replica)
+                raise KvError("bad_offer", "the state belongs to another session than was announced")
+        except KvError as error:
+            self._stats.received.failed[error.reason] += 1
+            self._stats.transferred("receive", failed=error.reason, peer=admitted.peer, model=offer.model)
+            log.info("kv_share.not_received peer=%s model=%s: %s", admitted.peer, offer.model, error)
+            return
+        for name in done.dropped:
+            self._replicas.remove(name)
+        replica = Replica(
+            done.replica,
+            (offer.session, offer.model),
+            got.n_tokens,
+            got.total_bytes,
+            got.generation,
+            admitted.peer,
+        )
+        for old in self._replicas.put(replica):
+            await self._worker.drop(old.name)
+        self._stats.received.done += 1
+        self._stats.received.n_bytes += got.total_bytes
+        self._stats.transferred(
+            "receive",
+            session=offer.session[:8],
+            model=offer.model,
+            peer=admitted.peer,
+            tokens=got.n_tokens,
+            bytes=got.total_bytes,
+            seconds=round(done.stages.total_s, 4),
+        )
+        log.info(
+            "kv_share.received session=%s model=%s peer=%s tokens=%d bytes=%d seconds=%.3f",
+            offer.session[:8],
+            offer.model,
+            admitted.peer,
+            got.n_tokens,
+            got.total_bytes,
+            done.stages.total_s,
+        )

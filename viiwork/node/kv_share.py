@@ -1,0 +1,107 @@
+"""kv_share as one part of the node: its pieces wired together, its section of the status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from viiwork.config.model import KvShareSection
+from viiwork.core.capacity import KvIdentity
+from viiwork.core.replicas import ReplicaTable
+from viiwork.core.sessions import Binding
+from viiwork.core.turn import Grant, Outcome
+from viiwork.engine.slots import SlotsClient
+from viiwork.engine.supervisor import BackendView
+from viiwork.kv.client import KvWorker
+from viiwork.limits import KV_REPLICAS_MAX
+from viiwork.mesh.origins import MeshOrigins
+from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_import import Importer, key_of
+from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
+from viiwork.node.kv_receive import Receiver
+from viiwork.node.kv_stats import KvStats
+
+
+class KvShare:
+    """Everything of kv_share that lives in the control process."""
+
+    def __init__(
+        self,
+        config: KvShareSection,
+        worker: KvWorker,
+        peers: KvPeers,
+        secrets: tuple[bytes, ...],
+        origins: MeshOrigins,
+        dispatcher: Dispatcher,
+        fingerprint: Callable[[str], Awaitable[bytes]],
+        client_of: Callable[[str, int], SlotsClient],
+    ) -> None:
+        self._config = config
+        self._worker = worker
+        self._stats = KvStats()
+        self._replicas = ReplicaTable(KV_REPLICAS_MAX)
+        self._layouts = EngineLayouts(worker, fingerprint, client_of)
+        gates = EngineGates()
+        self._pusher = Pusher(config, peers, dispatcher, self._layouts, worker, gates, self._stats)
+        self._importer = Importer(
+            peers.me, dispatcher, self._replicas, self._layouts, worker, gates, self._stats
+        )
+        self.receiver = Receiver(
+            peers.me,
+            config,
+            secrets,
+            origins,
+            dispatcher,
+            self._replicas,
+            self._layouts,
+            worker,
+            self._stats,
+        )
+
+    async def start(self) -> None:
+        if self._config.enabled:
+            await self._worker.start()
+
+    async def stop(self) -> None:
+        await self._pusher.stop()
+        await self.receiver.stop()
+        await self._layouts.stop()
+        if self._config.enabled:
+            await self._worker.stop()
+
+    # -- what the node tells -------------------------------------------------------------------------
+    def backend_changed(self, view: BackendView) -> None:
+        if self._config.enabled:
+            self._layouts.changed(view)
+
+    def worker_restarted(self) -> None:
+        """A new worker holds no replicas."""
+        self._replicas.clear()
+
+    async def prepare(self, grant: Grant) -> None:
+        if self._config.enabled:
+            await self._importer.prepare(grant)
+
+    def turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
+        if not self._config.enabled:
+            return
+        self._importer.turn_ended(grant, outcome)
+        key = key_of(grant)
+        if binding is not None and key is not None and grant.ask.kv_share:
+            self._pusher.turn_ended(key, binding)
+
+    # -- what others ask -----------------------------------------------------------------------------
+    def identity(self, model: str) -> KvIdentity | None:
+        return self._layouts.identity(model) if self._config.enabled else None
+
+    def status(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"enabled": self._config.enabled, "at_unix_s": round(time.time(), 3)}
+        body["replicas"] = len(self._replicas)
+        body["replica_bytes"] = self._replicas.n_bytes
+        body["memory_bytes"] = int(self._config.memory)
+        if why_not := self._layouts.why_not():
+            body["not_portable"] = why_not
+        return body | self._stats.as_json() | {"worker": asdict(self._worker.stats())}

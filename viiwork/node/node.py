@@ -1,0 +1,225 @@
+"""The node: what is started in which order, what hears whom, and how all of it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+
+import aiohttp
+
+from viiwork.api.app import ApiServer
+from viiwork.config.load import LoadedConfig
+from viiwork.core.sessions import Binding
+from viiwork.core.turn import Grant, Outcome
+from viiwork.engine.slots import SlotsClient
+from viiwork.engine.supervisor import BackendView, Supervisor
+from viiwork.errors import MeshError, PortTaken
+from viiwork.host.network import port_owner
+from viiwork.kv.client import KvWorker
+from viiwork.limits import ENGINES_STOP_S
+from viiwork.mesh.origins import MeshOrigins
+from viiwork.mesh.peer import PeerClient
+from viiwork.node.dispatch import Dispatcher
+from viiwork.node.facts import NodeFacts
+from viiwork.node.fingerprints import state_fingerprint
+from viiwork.node.kv_push import KvPeers
+from viiwork.node.kv_share import KvShare
+from viiwork.node.machine import machine_facts
+from viiwork.node.mesh import NodeMesh
+from viiwork.node.paths import Folders, open_folders
+from viiwork.version import VERSION
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """One viiwork on one machine."""
+
+    def __init__(self, loaded: LoadedConfig) -> None:
+        self._loaded = loaded
+        self._config = loaded.config
+        self.name = loaded.config.node.name or socket.gethostname()
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()  # a second signal: wait for nothing
+        self._fatal: MeshError | None = None
+
+    async def run(self) -> int:
+        """Serve until SIGTERM, SIGINT or a fatal error; the answer is the exit code."""
+        self._catch_signals()  # before anything slow: a default action would end the process unclean
+        folders = open_folders(self._config)
+        try:
+            return await self._serve(folders)
+        finally:
+            folders.close()
+
+    async def _serve(self, folders: Folders) -> int:
+        self._build(folders)
+        await self._peer_client.start()
+        try:
+            api_socket = self._bind_api()
+            host, port = await self._api.listen("", 0, sock=api_socket)
+            log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
+            await self._kv.start()
+            await self._supervisor.start(await asyncio.to_thread(machine_facts, self._config))
+            tasks = [
+                asyncio.create_task(self._join_mesh(), name="mesh"),
+                asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
+            ]
+            await self._stopping.wait()
+            await self._stop(tasks)
+        finally:
+            await self._peer_client.stop()
+            await self._engine_http.close()
+        return 1 if self._fatal is not None else 0
+
+    # -- building ------------------------------------------------------------------------------------
+    def _build(self, folders: Folders) -> None:
+        config, secret = self._config, self._loaded.secrets
+        keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
+        hidden = frozenset((config.mesh.secret_env, config.mesh.secret_prev_env))
+        self._engine_http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+        )
+        self._dispatcher = Dispatcher(
+            self.name, config.routing, prepare=self._prepare, on_end=self._turn_ended
+        )
+        self._supervisor = Supervisor(
+            config.models,
+            health=config.health,
+            run_dir=folders.run,
+            save_root=folders.saves,
+            hidden_env=hidden,
+            in_flight=self._dispatcher.slots.in_flight,
+            on_change=self._backend_changed,
+        )
+        self._peer_client = PeerClient(self.name, keys)
+        self._mesh = NodeMesh(
+            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal
+        )
+        origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
+        worker = KvWorker(
+            folders.replicas or folders.run / "replicas",
+            int(config.kv_share.memory),
+            hidden_env=hidden,
+            on_lost=self._worker_lost,
+        )
+        self._kv = KvShare(
+            config.kv_share,
+            worker,
+            KvPeers(self.name, secret.current, self._peer_client, self._mesh.member),
+            keys,
+            origins,
+            self._dispatcher,
+            self._fingerprint,
+            lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
+        )
+        self._facts = NodeFacts(
+            self.name,
+            f"viiwork-{secrets.token_hex(8)}",
+            config,
+            self._dispatcher,
+            backends=self._supervisor.views,
+            addr=lambda: self._mesh.addr,
+            kv_identity=self._kv.identity,
+            sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
+        )
+        self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver)
+        self._epochs: dict[str, int] = {}
+
+    def _bind_api(self) -> socket.socket:
+        host, port = self._config.api.host, self._config.api.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+        except OSError as error:
+            sock.close()
+            owner = port_owner(port, "tcp")
+            by = f" (held by {owner})" if owner else ""
+            raise PortTaken(f"API port {host}:{port}/tcp cannot be used: {error.strerror}{by}") from error
+        return sock
+
+    async def _fingerprint(self, model: str) -> bytes:
+        return await state_fingerprint(next(m for m in self._config.models if m.name == model))
+
+    # -- what the parts tell one another -------------------------------------------------------------
+    async def _prepare(self, grant: Grant) -> None:
+        await self._kv.prepare(grant)
+
+    def _turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
+        if not grant.is_forward:
+            match outcome.result:
+                case "done":
+                    self._supervisor.succeeded(grant.backend)
+                case "stalled":
+                    self._supervisor.stalled(grant.backend)
+                case "unreachable" | "broken":
+                    self._supervisor.hard_failure(grant.backend, outcome.detail or outcome.result)
+        self._kv.turn_ended(grant, outcome, binding)
+
+    def _backend_changed(self, view: BackendView) -> None:
+        if self._epochs.get(view.id) != view.epoch:
+            self._epochs[view.id] = view.epoch
+            self._dispatcher.sessions.engine_restarted(view.id)
+        self._dispatcher.slots.put_backend(
+            view.id,
+            model=view.model,
+            url=view.url or "",
+            n_slots=view.n_slots,
+            routable=view.status == "healthy" and view.url is not None,
+        )
+        self._kv.backend_changed(view)
+        self._dispatcher.wake()
+
+    def _worker_lost(self) -> None:
+        self._kv.worker_restarted()
+
+    def _on_fatal(self, error: MeshError) -> None:
+        log.error("%s", error)
+        self._fatal = error
+        self._stopping.set()
+
+    async def _join_mesh(self) -> None:
+        try:
+            await self._mesh.start()
+        except MeshError as error:
+            self._on_fatal(error)
+
+    # -- ending --------------------------------------------------------------------------------------
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop_signal)
+        # The default action of SIGHUP would end the node, and a supervisor would call that a clean stop.
+        loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("config.unchanged: restart to reload it"))
+
+    def _on_stop_signal(self) -> None:
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+
+    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Leave, drain, then end the engines."""
+        grace_s = self._config.health.respawn_grace
+        log.info("node.stopping grace_s=%.0f", grace_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._mesh.leave()
+        self._dispatcher.drain()
+        self._api.stop_accepting()
+        idle, hurry = (
+            asyncio.ensure_future(self._dispatcher.idle()),
+            asyncio.ensure_future(self._hurry.wait()),
+        )
+        await asyncio.wait((idle, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        hurry.cancel()
+        await self._api.stop(0.0 if self._hurry.is_set() else 1.0)
+        await self._kv.stop()
+        await self._supervisor.stop(ENGINES_STOP_S)
+        log.info("node.stopped")

@@ -1,0 +1,85 @@
+"""The node's folders: state, run files, save-files, replicas; and the lock that keeps a second node out."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from viiwork.config.model import Config
+from viiwork.errors import StateDirError
+
+SHM = Path("/dev/shm")
+
+
+@dataclass(slots=True)
+class Folders:
+    """Open folders of one node; `close` removes what must not outlive it."""
+
+    state: Path
+    run: Path
+    saves: Path | None  # root of the engines' --slot-save-path folders, None with kv_share off
+    replicas: Path | None
+    _lock: TextIO
+    _private: Path | None
+
+    def close(self) -> None:
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+        self._lock.close()
+
+
+def open_folders(config: Config) -> Folders:
+    """Make the folders and take the lock. Raises `StateDirError` with what to do."""
+    state = Path(config.node.state_dir)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        run = state / "run"
+        run.mkdir(exist_ok=True)
+        lock = (run / "lock").open("w")
+    except OSError as error:
+        raise StateDirError(f"node.state_dir {state} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise StateDirError(f"another viiwork runs with node.state_dir {state}") from error
+    if not config.kv_share.enabled:
+        return Folders(state, run, None, None, lock, None)
+    try:
+        private = _private_folder(config, state)
+    except StateDirError:
+        lock.close()
+        raise
+    return Folders(state, run, private / "saves", private / "replicas", lock, private)
+
+
+def _private_folder(config: Config, state: Path) -> Path:
+    """An empty folder of this node alone for KV states: they are the conversations."""
+    # Named after the state folder, so that two nodes of one machine do not meet and a restart finds its own.
+    name = "viiwork-" + hashlib.sha256(str(state.resolve()).encode()).hexdigest()[:16]
+    if config.kv_share.dir:
+        folder = Path(config.kv_share.dir) / name
+    elif SHM.is_dir() and os.access(SHM, os.W_OK):
+        folder = SHM / name
+    else:
+        folder = state / "kv"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.is_symlink():
+            raise StateDirError(f"{folder} is a link; remove it or set kv_share.dir")
+        if folder.exists():
+            if folder.lstat().st_uid != os.getuid():
+                raise StateDirError(f"{folder} belongs to another user; remove it or set kv_share.dir")
+            shutil.rmtree(folder)  # what an earlier run of this node left
+        folder.mkdir(mode=0o700)
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise StateDirError(f"{folder} is not a folder")
+    except OSError as error:
+        raise StateDirError(f"no folder for KV states: {folder}: {error.strerror}") from error
+    return folder

@@ -1,0 +1,163 @@
+"""Bodies of `/v1/capacity` and `/v1/fleet/capacity`: JSON to values and back.
+
+Unknown fields are ignored, so newer nodes may add some; known ones must have their type and range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from viiwork.core.capacity import CapacityReport, FleetModel, HostCapacity, KvIdentity, ModelCapacity
+from viiwork.core.names import node_name_problem
+from viiwork.errors import BadReport
+from viiwork.limits import (
+    CAPACITY_BODY_MAX_BYTES,
+    CAPACITY_COUNT_MAX,
+    CAPACITY_CTX_MAX_TOKENS,
+    CAPACITY_MODELS_MAX,
+    CAPACITY_TEXT_MAX_CHARS,
+    MODEL_NAME_MAX_CHARS,
+)
+
+_Count = Annotated[int, Meta(ge=0, le=CAPACITY_COUNT_MAX)]
+_Tokens = Annotated[int, Meta(ge=0, le=CAPACITY_CTX_MAX_TOKENS)]
+_Text = Annotated[str, Meta(max_length=CAPACITY_TEXT_MAX_CHARS)]
+_ModelName = Annotated[str, Meta(min_length=1, max_length=MODEL_NAME_MAX_CHARS)]
+
+
+class _Kv(msgspec.Struct, frozen=True):
+    model_fp: _Text
+    state: _Text
+    cache_type_k: _Text
+    cache_type_v: _Text
+    v_trans: bool
+    n_ctx: _Tokens
+
+
+class _Model(msgspec.Struct, frozen=True):
+    name: _ModelName
+    slots: _Count
+    busy: _Count
+    backends: _Count
+    healthy_backends: _Count
+    engine: _Text = ""
+    queued: _Count = 0
+    ctx: _Tokens = 0
+    kv: _Kv | UnsetType | None = UNSET
+
+
+class _Report(msgspec.Struct, frozen=True):
+    node: str
+    ver: _Text = ""
+    models: Annotated[list[_Model], Meta(max_length=CAPACITY_MODELS_MAX)] | None = None
+
+
+_REPORT = msgspec.json.Decoder(_Report, strict=True)
+
+
+def encode_report(report: CapacityReport) -> bytes:
+    """Body of `/v1/capacity`."""
+    models = [
+        _Model(
+            name=m.name,
+            engine=m.engine,
+            slots=m.slots,
+            busy=m.busy,
+            queued=m.queued,
+            ctx=m.ctx,
+            backends=m.backends,
+            healthy_backends=m.healthy_backends,
+            kv=UNSET if m.kv is None else _kv_wire(m.kv),
+        )
+        for m in report.models
+    ]
+    return msgspec.json.encode(_Report(node=report.node, ver=report.ver, models=models))
+
+
+def decode_report(body: bytes) -> CapacityReport:
+    """A peer's body as values; raises `BadReport` with one line for the log."""
+    if len(body) > CAPACITY_BODY_MAX_BYTES:
+        raise BadReport(f"capacity report of {len(body)} bytes is over {CAPACITY_BODY_MAX_BYTES}")
+    try:
+        raw = _REPORT.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadReport(f"capacity report is not usable: {error}") from error
+    if problem := node_name_problem(raw.node):
+        raise BadReport(f"capacity report: node name {problem}")
+    if not _is_plain(raw.ver):
+        raise BadReport("capacity report: version holds control characters")
+    models = tuple(_model_value(m) for m in raw.models or ())
+    if len({m.name for m in models}) != len(models):
+        raise BadReport("capacity report names a model twice")
+    return CapacityReport(raw.node, raw.ver, models)
+
+
+def _model_value(raw: _Model) -> ModelCapacity:
+    if not _is_plain(raw.name) or any(c.isspace() for c in raw.name) or not _is_plain(raw.engine):
+        raise BadReport(f"capacity report: bad model name or engine {raw.name[:80]!r}")
+    if raw.healthy_backends > raw.backends:
+        raise BadReport(f"capacity report: {raw.name!r} has more healthy backends than backends")
+    # More busy than slots is no lie: an engine may have been restarted with fewer. `free` is clamped.
+    return ModelCapacity(
+        name=raw.name,
+        engine=raw.engine,
+        slots=raw.slots,
+        busy=raw.busy,
+        queued=raw.queued,
+        ctx=raw.ctx,
+        backends=raw.backends,
+        healthy_backends=raw.healthy_backends,
+        kv=_kv_value(raw.kv) if isinstance(raw.kv, _Kv) else None,
+    )
+
+
+def _is_plain(text: str) -> bool:
+    # isprintable is false for control characters and lone surrogates, which end up in logs and terminals.
+    return text.isprintable()
+
+
+def _kv_wire(kv: KvIdentity) -> _Kv:
+    return _Kv(kv.model_fp, kv.state, kv.cache_type_k, kv.cache_type_v, kv.v_trans, kv.n_ctx)
+
+
+def _kv_value(kv: _Kv) -> KvIdentity:
+    return KvIdentity(kv.model_fp, kv.state, kv.cache_type_k, kv.cache_type_v, kv.v_trans, kv.n_ctx)
+
+
+def fleet_json(view: str, ver: str, stale_after_s: float, models: Iterable[FleetModel]) -> dict[str, object]:
+    """Body of `/v1/fleet/capacity`; a stale host has an age and no numbers, for absent is not zero."""
+    body: dict[str, object] = {"view": view}
+    if ver:
+        body["ver"] = ver
+    body["stale_after_s"] = int(stale_after_s) if float(stale_after_s).is_integer() else stale_after_s
+    body["models"] = [_fleet_model_json(m) for m in models]
+    return body
+
+
+def _fleet_model_json(model: FleetModel) -> dict[str, object]:
+    out: dict[str, object] = {"name": model.name}
+    if model.engine:
+        out["engine"] = model.engine
+    out.update(slots=model.slots, busy=model.busy, free=model.free, queued=model.queued)
+    if model.ctx is not None:
+        out["ctx"] = model.ctx
+    out["hosts"] = [_host_json(h) for h in model.hosts]
+    return out
+
+
+def _host_json(host: HostCapacity) -> dict[str, object]:
+    out: dict[str, object] = {"node": host.node}
+    if host.api:
+        out["api"] = host.api
+    if host.model is not None:
+        out.update(slots=host.model.slots, busy=host.model.busy, free=host.model.free)
+        if host.model.ctx:
+            out["ctx"] = host.model.ctx
+    out["age_ms"] = int(host.age_s * 1000)
+    if host.is_stale:
+        out["stale"] = True
+    return out

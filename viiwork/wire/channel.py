@@ -1,0 +1,377 @@
+"""The KV channel, version 1: handshake and frames, as bytes in and values out.
+
+The initiator sends the state, the responder keeps it. The conversation is drawn in docs/kv-channel.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import struct
+from dataclasses import dataclass
+
+import msgspec
+from blake3 import blake3
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from viiwork.errors import ChannelError
+from viiwork.limits import KV_CHUNK_MAX_BYTES, KV_MESSAGE_MAX_BYTES
+
+PROTOCOL = "viiwork-kv/1"  # value of the Upgrade header
+VERSION = 1
+KEY_CONTEXT = "viiwork kv channel v1"
+KEY_BYTES = PROOF_BYTES = 32
+TAG_BYTES = 16
+NAME_MAX_BYTES = 255
+
+# Words that travel in REFUSE and NACK; a word that is not here counts as `peer_error`.
+REASONS = frozenset(
+    {
+        "have_newer",
+        "no_space",
+        "wrong_model",
+        "layout",
+        "too_long",
+        "too_large",
+        "disabled",
+        "busy",
+        "bad_offer",
+        "bad_file",
+        "not_portable",
+        "corrupt",
+        "cancelled",
+        "timeout",
+        "io_error",
+        "peer_error",
+        "protocol",
+    }
+)
+
+
+def mesh_key(secret: str | bytes) -> bytes:
+    """The channel's static key; an open mesh has the empty secret."""
+    raw = secret.encode() if isinstance(secret, str) else secret
+    return blake3(raw, derive_key_context=KEY_CONTEXT).digest()
+
+
+def warm_up() -> None:
+    """Use each primitive once: the first X25519 of a process takes 20-40 ms, the next ones 0.1."""
+    near, far = Initiator(bytes(32), "a", bytes(32), encrypt=True), Responder((bytes(32),), "b", bytes(32))
+    proof, session = near.finish(far.answer(near.hello(), "a", require_encrypt=True), "b")
+    frame = Sealer(session.send, encrypt=True).seal(FrameType.DATA, b"")
+    opener = Opener(far.finish(proof).receive, encrypt=True)
+    opener.open(read_header(frame.header, 0), bytearray(frame.tag))
+
+
+# -- handshake -------------------------------------------------------------------------------------
+
+_HELLO = struct.Struct("<4sBBH32sB255s")
+HELLO_BYTES = _HELLO.size + PROOF_BYTES
+_HELLO_MAGIC = b"VWKV"
+_ENCRYPT = 1
+
+
+class Role(enum.IntEnum):
+    INITIATOR = 1
+    RESPONDER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of one direction's frames."""
+
+    mac: bytes
+    aead: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What both sides agree on when the handshake is done."""
+
+    send: Keys
+    receive: Keys
+    encrypt: bool
+    peer_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    ephemeral: bytes
+    name: str
+    encrypt: bool
+    body: bytes  # as it travelled, without the proof
+    proof: bytes
+
+
+class Initiator:
+    """The sending side: `hello()`, then `finish(answer)` gives the proof to send and the session."""
+
+    def __init__(self, key: bytes, name: str, private: bytes, *, encrypt: bool) -> None:
+        self._key, self._private, self._encrypt = key, private, encrypt
+        self._body = _hello_body(Role.INITIATOR, name, _public_of(private), encrypt)
+
+    def hello(self) -> bytes:
+        return self._body + _keyed(self._key, b"hello", self._body)
+
+    def finish(self, answer: bytes, expect_name: str) -> tuple[bytes, Session]:
+        """Raises `ChannelError` (`wrong_key`, `wrong_peer`, `version`, `protocol`)."""
+        peer = _read_hello(answer, Role.RESPONDER)
+        agreed = _agree(self._key, self._private, peer, self._body, peer.body)
+        if not hmac.compare_digest(peer.proof, agreed.proof_responder):
+            raise ChannelError("wrong_key", "the peer does not hold the mesh secret")
+        _expect(peer.name, expect_name)
+        if peer.encrypt != self._encrypt:
+            raise ChannelError("protocol", "the peer changed the encryption")
+        session = Session(agreed.to_responder, agreed.to_initiator, self._encrypt, peer.name)
+        return agreed.proof_initiator, session
+
+
+class Responder:
+    """The receiving side: `answer(hello)` gives the bytes to send, `finish(proof)` the session."""
+
+    def __init__(self, keys: tuple[bytes, ...], name: str, private: bytes) -> None:
+        self._keys, self._name, self._private = keys, name, private
+        self._pending: tuple[_Agreed, Hello] | None = None
+
+    def answer(self, hello: bytes, expect_name: str, *, require_encrypt: bool) -> bytes:
+        """Raises `ChannelError` (`wrong_key`, `wrong_peer`, `version`, `protocol`, `plaintext`)."""
+        peer = _read_hello(hello, Role.INITIATOR)
+        for key in self._keys:
+            if hmac.compare_digest(peer.proof, _keyed(key, b"hello", peer.body)):
+                break
+        else:
+            raise ChannelError("wrong_key", "the peer does not hold the mesh secret")
+        _expect(peer.name, expect_name)
+        if require_encrypt and not peer.encrypt:
+            raise ChannelError("plaintext", "the peer does not encrypt, this node asks for it")
+        body = _hello_body(Role.RESPONDER, self._name, _public_of(self._private), peer.encrypt)
+        agreed = _agree(key, self._private, peer, peer.body, body)
+        self._pending = agreed, peer
+        return body + agreed.proof_responder
+
+    def finish(self, proof: bytes) -> Session:
+        """Raises `ChannelError` (`wrong_key`): a replayed hello gets this far and no further."""
+        if self._pending is None:
+            raise ChannelError("protocol", "a proof before the hello")
+        agreed, peer = self._pending
+        if not hmac.compare_digest(proof, agreed.proof_initiator):
+            raise ChannelError("wrong_key", "the peer's proof is wrong")
+        return Session(agreed.to_initiator, agreed.to_responder, peer.encrypt, peer.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    to_responder: Keys
+    to_initiator: Keys
+    proof_initiator: bytes
+    proof_responder: bytes
+
+
+def _agree(key: bytes, private: bytes, peer: Hello, body_i: bytes, body_r: bytes) -> _Agreed:
+    try:
+        shared = X25519PrivateKey.from_private_bytes(private).exchange(
+            X25519PublicKey.from_public_bytes(peer.ephemeral)
+        )
+    except ValueError:
+        raise ChannelError("protocol", "the peer's ephemeral key is not usable") from None
+    # Both bodies carry version, role, name, flags and ephemeral: changing any of them changes every key.
+    root = blake3(shared + blake3(body_i + body_r).digest(), key=key).digest()
+
+    def derive(what: str) -> bytes:
+        return blake3(root, derive_key_context=f"{KEY_CONTEXT} {what}").digest()
+
+    return _Agreed(
+        Keys(derive("initiator mac"), derive("initiator aead")),
+        Keys(derive("responder mac"), derive("responder aead")),
+        derive("initiator proof"),
+        derive("responder proof"),
+    )
+
+
+def _hello_body(role: Role, name: str, ephemeral: bytes, encrypt: bool) -> bytes:
+    raw = name.encode()
+    if not 1 <= len(raw) <= NAME_MAX_BYTES:
+        raise ValueError("a node name is 1 to 255 bytes")
+    return _HELLO.pack(_HELLO_MAGIC, VERSION, role, _ENCRYPT * encrypt, ephemeral, len(raw), raw)
+
+
+def _read_hello(data: bytes, role: Role) -> Hello:
+    if len(data) != HELLO_BYTES:
+        raise ChannelError("protocol", "a hello of the wrong size")
+    body, proof = data[: _HELLO.size], data[_HELLO.size :]
+    magic, version, found, flags, ephemeral, name_bytes, raw = _HELLO.unpack(body)
+    if magic != _HELLO_MAGIC or found != role:
+        raise ChannelError("protocol", "not a hello of this protocol")
+    if version != VERSION or flags & ~_ENCRYPT:
+        raise ChannelError("version", f"the peer speaks version {version} with flags {flags:#x}")
+    if name_bytes == 0 or any(raw[name_bytes:]):
+        raise ChannelError("protocol", "a malformed name")
+    try:
+        name = raw[:name_bytes].decode()
+    except UnicodeDecodeError:
+        raise ChannelError("protocol", "a malformed name") from None
+    return Hello(ephemeral, name, bool(flags & _ENCRYPT), body, proof)
+
+
+def _expect(name: str, wanted: str) -> None:
+    if name != wanted:
+        raise ChannelError("wrong_peer", f"the peer says it is {name!r}, expected {wanted!r}")
+
+
+def _public_of(private: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def _keyed(key: bytes, what: bytes, data: bytes) -> bytes:
+    return blake3(what + b"\0" + data, key=key).digest()
+
+
+# -- frames ----------------------------------------------------------------------------------------
+
+_HEADER = struct.Struct("<4sBBHQQQIIII")
+HEADER_BYTES = _HEADER.size
+_FRAME_MAGIC = b"VWK1"
+
+
+class FrameType(enum.IntEnum):
+    OFFER = 1  # -> payload: an Offer
+    ACCEPT = 2  # <- empty
+    REFUSE = 3  # <- payload: a Refusal
+    DATA = 4  # -> payload: one chunk, at `offset` of the content
+    COMMIT = 5  # -> payload: a root
+    ACK = 6  # <- payload: the committed root
+    NACK = 7  # <- payload: a Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The 48 bytes before a payload. The fields marked `later` are zero in this version."""
+
+    type: FrameType
+    seq: int
+    offset: int
+    wire_len: int
+
+    def pack(self) -> bytes:
+        # magic, type, codec (later), flags, seq, offset, item (later), segment (later), rows (later), lengths
+        return _HEADER.pack(
+            _FRAME_MAGIC, self.type, 0, 0, self.seq, self.offset, 0, 0, 0, self.wire_len, self.wire_len
+        )
+
+
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reason: str
+    detail: str = ""
+
+
+def read_header(data: bytes | bytearray | memoryview, expect_seq: int) -> Header:
+    """Check a header before its payload is read; raises `ChannelError` (`protocol`).
+
+    The bytes are not yet proven: `Opener` does that with the payload. Until then only the sizes are
+    used, and they are capped.
+    """
+    magic, kind, codec, flags, seq, offset, item, segment, rows, raw_len, wire_len = _HEADER.unpack(data)
+    if magic != _FRAME_MAGIC:
+        raise ChannelError("protocol", "not a frame")
+    if codec or flags or item or segment or rows or raw_len != wire_len:
+        raise ChannelError("protocol", "a frame of an unknown form")
+    try:
+        type_ = FrameType(kind)
+    except ValueError:
+        raise ChannelError("protocol", f"an unknown frame type {kind}") from None
+    if seq != expect_seq:
+        raise ChannelError("protocol", f"frame {seq} where {expect_seq} was due")
+    if wire_len > (KV_CHUNK_MAX_BYTES if type_ is FrameType.DATA else KV_MESSAGE_MAX_BYTES):
+        raise ChannelError("protocol", f"a frame of {wire_len} bytes")
+    return Header(type_, seq, offset, wire_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A frame on its way: three pieces that go out one after the other, and the payload's plain digest."""
+
+    header: bytes
+    payload: bytes | bytearray | memoryview
+    tag: bytes
+    digest: bytes
+
+
+class Sealer:
+    """Numbers and proves outgoing frames of one direction; one owner at a time."""
+
+    def __init__(self, keys: Keys, *, encrypt: bool) -> None:
+        self._mac = keys.mac
+        self._aead = ChaCha20Poly1305(keys.aead) if encrypt else None
+        self._seq = 0
+
+    def seal(self, type_: FrameType, payload: bytes | bytearray | memoryview, offset: int = 0) -> Sealed:
+        """Without encryption `payload` is borrowed until the frame is sent."""
+        header = Header(type_, self._seq, offset, len(payload)).pack()
+        digest = blake3(payload).digest()
+        if self._aead is None:
+            sealed = Sealed(header, payload, _mac_of(self._mac, header, digest), digest)
+        else:
+            secret = self._aead.encrypt(_nonce(self._seq), payload, header)
+            view = memoryview(secret)
+            sealed = Sealed(header, view[:-TAG_BYTES], bytes(view[-TAG_BYTES:]), digest)
+        self._seq += 1
+        return sealed
+
+
+class Opener:
+    """Checks incoming frames of one direction, in order; one owner at a time."""
+
+    def __init__(self, keys: Keys, *, encrypt: bool) -> None:
+        self._mac = keys.mac
+        self._aead = ChaCha20Poly1305(keys.aead) if encrypt else None
+        self._seq = 0
+
+    def open(
+        self, header: Header, body: bytearray | memoryview
+    ) -> tuple[bytes | bytearray | memoryview, bytes]:
+        """Payload and its digest; `body` is what followed the header, the tag at its end.
+
+        Without encryption the payload is a view of `body`. Raises `ChannelError` (`corrupt`).
+        """
+        if header.seq != self._seq or len(body) != header.wire_len + TAG_BYTES:
+            raise ChannelError("protocol", "frames out of order")
+        packed = header.pack()
+        payload: bytes | bytearray | memoryview
+        if self._aead is None:
+            payload, tag = memoryview(body)[:-TAG_BYTES], bytes(body[-TAG_BYTES:])
+            digest = blake3(payload).digest()
+            if not hmac.compare_digest(tag, _mac_of(self._mac, packed, digest)):
+                raise ChannelError("corrupt", "a frame's proof is wrong")
+        else:
+            try:
+                payload = self._aead.decrypt(_nonce(header.seq), body, packed)
+            except InvalidTag:
+                raise ChannelError("corrupt", "a frame's proof is wrong") from None
+            digest = blake3(payload).digest()
+        self._seq += 1
+        return payload, digest
+
+
+def pack_refusal(reason: str, detail: str) -> bytes:
+    return msgspec.msgpack.encode(Refusal(reason if reason in REASONS else "peer_error", detail[:200]))
+
+
+def unpack_refusal(data: bytes | bytearray | memoryview) -> Refusal:
+    """What the peer said, with a reason word of ours whatever it sent."""
+    try:
+        said = msgspec.msgpack.decode(data, type=Refusal)
+    except (msgspec.MsgspecError, ValueError):
+        return Refusal("peer_error", "an unreadable refusal")
+    detail = "".join(c if c.isprintable() else "?" for c in said.detail[:200])
+    return Refusal(said.reason if said.reason in REASONS else "peer_error", detail)
+
+
+def _mac_of(key: bytes, header: bytes, digest: bytes) -> bytes:
+    return blake3(header + digest, key=key).digest(length=TAG_BYTES)
+
+
+def _nonce(seq: int) -> bytes:
+    # Never repeats: keys are of one direction of one connection, and seq only grows.
+    return seq.to_bytes(12, "little")

@@ -1,0 +1,116 @@
+"""What a request body and its headers say about routing; and the one change made to a body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from viiwork.errors import RequestError
+from viiwork.limits import MODEL_NAME_MAX_CHARS, SESSION_KEY_MAX_BYTES
+
+SESSION_HEADERS = ("X-Session-Affinity", "X-Session-Id")  # the first one that says something counts
+KV_SHARE_HEADER = "X-Viiwork-Kv-Share"
+ENGINE_CHOOSES = -1  # `id_slot` that lets the engine take any idle slot
+
+# Endpoints whose work needs a slot, and whether the engine honours `id_slot` in their body.
+_PINNABLE = {
+    "/v1/chat/completions": True,
+    "/v1/completions": True,
+    "/v1/messages": True,
+    "/v1/responses": True,
+    "/infill": True,
+    "/v1/embeddings": False,
+    "/v1/rerank": False,
+    "/rerank": False,
+}
+_WITHOUT_SLOT = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template")
+INFERENCE_PATHS = (*_PINNABLE, *_WITHOUT_SLOT)
+
+
+class Peek(msgspec.Struct, frozen=True):
+    """The few facts routing needs; everything else in the body is the engine's business."""
+
+    model: str
+    stream: bool  # asked for; what the engine does shows in its answer
+    session: str | None  # 32 hex digits, never the client's own value
+    kv_share: bool
+    needs_slot: bool
+    pinnable: bool
+    names_slot: bool  # the client sent an `id_slot` of its own
+
+
+class _Wanted(msgspec.Struct):
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    stream: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    id_slot: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    n: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode = msgspec.json.Decoder(_Wanted).decode
+
+
+def peek(path: str, headers: Mapping[str, str], body: bytes) -> Peek:
+    """Read what routing needs. Raises `RequestError` for a body no engine could mean the same by.
+
+    Of equal keys the last one counts, as it does for the engine.
+    """
+    wanted = _wanted(body)
+    model = wanted.model
+    if not isinstance(model, str) or not model:
+        raise RequestError("the request names no model")
+    if len(model) > MODEL_NAME_MAX_CHARS:
+        raise RequestError(f"the model name is longer than {MODEL_NAME_MAX_CHARS} characters")
+    pinnable = _PINNABLE.get(path)
+    # Several answers to one prompt need several slots; pinned, they would wait for each other.
+    single = isinstance(wanted.n, msgspec.UnsetType) or bytes(wanted.n) in (b"1", b"null")
+    return Peek(
+        model=model,
+        stream=not isinstance(wanted.stream, msgspec.UnsetType) and bytes(wanted.stream) == b"true",
+        session=session_key(headers),
+        kv_share=headers.get(KV_SHARE_HEADER, "").strip().lower() != "off",
+        needs_slot=pinnable is not None,
+        pinnable=bool(pinnable) and single,
+        names_slot=not isinstance(wanted.id_slot, msgspec.UnsetType),
+    )
+
+
+def session_key(headers: Mapping[str, str]) -> str | None:
+    """The client's session header as 32 hex digits; None when it sent none worth the name."""
+    for name in SESSION_HEADERS:
+        value = headers.get(name)
+        if value and (value := value.strip()):
+            raw = value.encode("utf-8", "surrogateescape")[:SESSION_KEY_MAX_BYTES]
+            return blake3(raw).hexdigest(length=16)
+    return None
+
+
+def pin(body: bytes, slot: int) -> bytes:
+    """`body` with `id_slot` as its last key, which is the one the engine obeys; all else unchanged.
+
+    `body` is a JSON object with at least one key, as `peek` has made sure.
+    """
+    end = body.rindex(b"}")
+    return b'%b,"id_slot":%d%b' % (body[:end], slot, body[end:])
+
+
+def error_body(message: str, error_type: str, code: str) -> dict[str, Any]:
+    """The shape in which OpenAI's clients expect an error."""
+    return {"error": {"message": message, "type": error_type, "code": code}}
+
+
+def _wanted(body: bytes) -> _Wanted:
+    try:
+        if not body.isascii():
+            body.decode()  # the decoder does not look into strings it skips
+        return _decode(body)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid UTF-8 (byte {error.start})") from None
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the body is not what was expected: {error}") from None
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
