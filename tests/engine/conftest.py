@@ -101,7 +101,9 @@ async def watch(tmp_path: Path) -> AsyncIterator[Watch]:
     """Starts supervisors; ends them and proves that nothing of them is left."""
     running: list[Watched] = []
 
-    async def start(*models: ModelSection, rules: Rules | None = None, pace: Pace | None = None) -> Watched:
+    async def start(
+        *models: ModelSection, rules: Rules | None = None, pace: Pace | None = None, card_pids: Any = None
+    ) -> Watched:
         watched = Watched(
             list(models),
             tmp_path,
@@ -109,7 +111,7 @@ async def watch(tmp_path: Path) -> AsyncIterator[Watch]:
             pace or Pace(starting_probe_s=0.05, probe_s=0.1, probe_timeout_s=1.0, load_poll_s=0.1),
         )
         running.append(watched)
-        await watched.supervisor.start(HostFacts())
+        await watched.supervisor.start(HostFacts(), card_pids)
         return watched
 
     yield start

@@ -15,6 +15,7 @@ from viiwork.engine.command import (
     EngineFlags,
     HostFacts,
     llamacpp_command,
+    wrong_cards,
 )
 from viiwork.engine.embedded import parser
 from viiwork.engine.supervisor import load_order
@@ -140,6 +141,14 @@ def test_backend_sees_its_own_cards_in_the_order_of_the_config(weights: Path) ->
 def test_backend_on_the_cpu_sees_no_card(weights: Path) -> None:
     made = command(weights, facts=HostFacts(vendor="nvidia"))
     assert made.env["CUDA_VISIBLE_DEVICES"] == "" and value(made, "--n-gpu-layers") == "0"
+
+
+def test_cards_are_wrong_only_when_the_tool_shows_our_processes_on_others() -> None:
+    shown = {0: frozenset({10}), 1: frozenset({10, 99}), 2: frozenset({98})}
+    assert wrong_cards((0, 1), {10, 11}, shown) == ""
+    assert wrong_cards((0,), {10, 11}, shown) == "it runs on cards 0, 1, assigned: 0"
+    assert wrong_cards((), {98}, shown) == "it runs on cards 2, assigned: none"
+    assert wrong_cards((0,), {5}, shown) is None and wrong_cards((0,), {5}, {}) is None
 
 
 def test_row_split_names_the_main_card(weights: Path) -> None:

@@ -25,6 +25,7 @@ from viiwork.engine.events import (
     WarmedUp,
     WarmUp,
     WarmUpFailed,
+    WrongCards,
 )
 from viiwork.engine.ladder import Ladder, Rules
 
@@ -218,6 +219,13 @@ def test_two_stalls_without_a_success_between_end_an_engine_at_once() -> None:
     ladder.on(Succeeded(), 2.0)
     assert ladder.on(Stalled(), 3.0, in_flight=3) == [ProbeNow()]
     assert ladder.on(Stalled(), 4.0, in_flight=3) == [Stop(5.0)]
+
+
+def test_engine_on_the_wrong_cards_is_given_up_after_its_requests() -> None:
+    ladder = healthy()
+    assert ladder.on(WrongCards("on card 3"), 1.0, in_flight=1) == []
+    assert ladder.on(Tick(), 2.0, in_flight=0) == [Stop(5.0)]
+    assert (ladder.status, ladder.reason) == ("respawn", "on card 3")
 
 
 def test_failed_warm_up_is_a_failed_start() -> None:

@@ -229,6 +229,20 @@ async def test_success_between_two_stalls_keeps_an_engine(watch: Watch, fake_mod
     assert respawn.reason == "killed by signal 9", "it was given up before it was killed"
 
 
+async def test_engine_seen_on_a_card_of_another_backend_is_replaced(watch: Watch, fake_model: Build) -> None:
+    def card_pids() -> dict[int, frozenset[int]]:
+        return {
+            0: frozenset(),
+            1: frozenset(view.pid for view in watched.seen if view.pid and view.epoch == 1),
+        }
+
+    pace = Pace(starting_probe_s=0.05, probe_s=0.1, load_poll_s=0.1, cards_s=0.05)
+    watched = await watch(fake_model(), pace=pace, card_pids=card_pids)
+    respawn = await watched.until(lambda view: view.status == "respawn")
+    assert respawn.reason == "it runs on cards 1, assigned: none"
+    await watched.until_healthy(epoch=2)
+
+
 async def test_hard_failure_and_one_failed_probe_end_an_engine(watch: Watch, fake_model: Build) -> None:
     pace = Pace(starting_probe_s=0.05, probe_s=600.0, probe_timeout_s=0.3, load_poll_s=0.1)
     watched = await watch(fake_model(), pace=pace)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from viiwork.host import gpus
-from viiwork.host.gpus import detect_vendor
+from viiwork.host.gpus import card_pids, detect_vendor
 
 Tool = Callable[[str, str], None]
 
@@ -73,3 +73,17 @@ def test_vendor_of_the_config_wins(tool: Tool) -> None:
         "none",
         "nvidia",
     ]
+
+
+def test_processes_are_found_by_card_and_bad_rows_are_left_out(tool: Tool) -> None:
+    error = "Unable to determine the device handle for GPU0000:0A:00.0: Unknown Error"
+    cards = f"0, GPU-a\\n1, GPU-b\\n{error}\\n[N/A], GPU-c\\n"
+    apps = "GPU-a, 10\\nGPU-a, 11\\nGPU-b, [N/A]\\nGPU-z, 12\\n[Insufficient Permissions]\\n"
+    tool("nvidia-smi", f"case $1 in *query-gpu*) printf '{cards}';; *) printf '{apps}';; esac")
+    assert card_pids("nvidia") == {0: frozenset({10, 11}), 1: frozenset()}
+
+
+def test_processes_on_cards_are_unknown_when_the_tool_fails_or_there_is_none(tool: Tool) -> None:
+    assert card_pids("nvidia") is None and card_pids("amd") is None
+    tool("nvidia-smi", "exit 9")
+    assert card_pids("nvidia") is None

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import aiohttp
 from viiwork.config.model import ModelSection
 from viiwork.engine import events as ev
 from viiwork.engine.binary import FlagProbe, resolve_binary
-from viiwork.engine.command import Command, HostFacts, backend_gpus, llamacpp_command
+from viiwork.engine.command import Command, HostFacts, backend_gpus, llamacpp_command, wrong_cards
 from viiwork.engine.events import Event
 from viiwork.engine.groups import GroupGuard
 from viiwork.engine.ladder import Ladder, Rules
 from viiwork.engine.loglines import usage_error
-from viiwork.engine.ports import PortPicker, foreign_listener, tree_rss
+from viiwork.engine.ports import PortPicker, family, foreign_listener, tree_rss
 from viiwork.engine.process import EngineProcess
 from viiwork.engine.savedir import prepare_save_dir
 from viiwork.engine.slots import SlotsClient, SlotView
@@ -31,6 +31,10 @@ from viiwork.errors import EngineError, EngineUsageError, KvError
 from viiwork.limits import ENGINE_LOAD_STALE_S, ENGINE_QUICK_EXIT_S, ENGINE_VIEW_LINES
 
 log = logging.getLogger("viiwork.engine")
+
+
+# The processes on each card, as the GPU tool shows them; it blocks, and answers None when it cannot tell.
+CardPids = Callable[[], Mapping[int, frozenset[int]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Pace:
     load_poll_s: float = 1.0
     load_timeout_s: float = 1.0
     rss_s: float = 5.0
+    cards_s: float = 5.0
+    cards_for_s: float = 60.0  # after it became healthy; later an engine does not change its cards
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class Shared:
     pace: Pace
     in_flight: Callable[[str], int]
     on_change: Callable[[BackendView], None]
+    card_pids: CardPids | None
 
 
 class Backend:
@@ -70,6 +77,7 @@ class Backend:
         self.id = f"{model.name}/{index}"
         self._model = model
         self._index = index
+        self._gpus = backend_gpus(model, index)
         self._rules = rules
         self._save_dir = save_dir
         self._shared = shared
@@ -146,7 +154,7 @@ class Backend:
             busy=len(busy) if fresh else None,
             tok_decoded=sum(decoded) if decoded else None,
             tok_remain=sum(remain) if remain else None,
-            gpus=backend_gpus(self._model, self._index),
+            gpus=self._gpus,
             rss_bytes=self._rss if process else None,
             respawns=self._ladder.respawns,
             uptime_s=now - self._started_at if process else 0.0,
@@ -220,6 +228,7 @@ class Backend:
             self._go(self._probe_loop(process, epoch, self._url)),
             self._go(self._load_loop()),
             self._go(self._rss_loop(process)),
+            self._go(self._cards_loop(process, epoch)),
         ]
         log.info("[%s] process %d on port %d", self.id, process.pid, port)
         self._go(self._watch(process, epoch))
@@ -324,6 +333,23 @@ class Backend:
                 with contextlib.suppress(EngineError):
                     self._take_slots(await self._client(0).slots(pace.load_timeout_s))
             self._publish()
+
+    async def _cards_loop(self, process: EngineProcess, epoch: int) -> None:
+        """Compare the cards the engine is on with its own, until that could be told once."""
+        pace, card_pids = self._shared.pace, self._shared.card_pids
+        checks_left = int(pace.cards_for_s / pace.cards_s)
+        while card_pids is not None and checks_left > 0:
+            await asyncio.sleep(pace.cards_s)
+            if self._ladder.status != "healthy":
+                continue
+            checks_left -= 1
+            found = await asyncio.to_thread(card_pids)
+            pids = await asyncio.to_thread(family, process.pid)
+            why = wrong_cards(self._gpus, pids, found or {})
+            if why:
+                self._tell(epoch, ev.WrongCards(why))
+            if why is not None:
+                return
 
     async def _rss_loop(self, process: EngineProcess) -> None:
         while True:

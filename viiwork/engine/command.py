@@ -150,6 +150,22 @@ def pinning_env(vendor: Vendor, gpus: tuple[int, ...]) -> dict[str, str]:
     return {}
 
 
+def wrong_cards(
+    gpus: tuple[int, ...], pids: frozenset[int] | set[int], card_pids: Mapping[int, frozenset[int]]
+) -> str | None:
+    """Why an engine of processes `pids` is on wrong cards; "" when it is not, None when it cannot be told.
+
+    `card_pids` is what the GPU tool shows. It shows nothing of ours in a container with its own process ids.
+    """
+    used = sorted(card for card, there in card_pids.items() if there & pids)
+    if not used:
+        return None
+    if set(used) <= set(gpus):
+        return ""
+    own = ", ".join(map(str, gpus)) or "none"
+    return f"it runs on cards {', '.join(map(str, used))}, assigned: {own}"
+
+
 def _environment(
     model: ModelSection,
     gpus: tuple[int, ...],

@@ -67,6 +67,13 @@ class Succeeded:
 
 
 @dataclass(frozen=True, slots=True)
+class WrongCards:
+    """The engine holds memory on cards that are not its own."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """The process and its group are gone, asked to or not."""
 
@@ -91,6 +98,7 @@ Event = (
     | HardFailure
     | Stalled
     | Succeeded
+    | WrongCards
     | Exited
     | Tick
 )

@@ -40,6 +40,7 @@ from viiwork.engine.events import (
     WarmedUp,
     WarmUp,
     WarmUpFailed,
+    WrongCards,
 )
 from viiwork.limits import (
     ENGINE_BUDGET_REFILL_S,
@@ -149,6 +150,8 @@ class Ladder:
                     # Nobody waits for what is in flight: it stands still as well.
                     return self._give_up(f"{self._stalls} requests in a row got no answer", now, 0)
                 return [ProbeNow()]
+            case WrongCards(why) if self.status in ("healthy", "unhealthy"):
+                return self._give_up(why, now, in_flight)
             case Succeeded():
                 self._stalls = 0
             case _:

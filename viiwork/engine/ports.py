@@ -1,4 +1,4 @@
-"""Free ports on loopback, and who listens on one."""
+"""What the operating system knows: free ports, who listens on one, an engine's processes and memory."""
 
 from __future__ import annotations
 
@@ -32,18 +32,26 @@ def foreign_listener(port: int, leader: int) -> str:
 
     Blocks for some milliseconds: it reads the machine's socket table.
     """
-    try:
-        family = {leader, *(child.pid for child in psutil.Process(leader).children(recursive=True))}
-        own = any(_listens(pid, port) for pid in family)
-    except psutil.Error:
+    own = family(leader)
+    if not own or any(_listens(pid, port) for pid in own):
         return ""
-    return "" if own else _owner(port)
+    return _owner(port)
+
+
+def family(leader: int) -> set[int]:
+    """A process and its descendants; nobody when it is gone. Blocks for some milliseconds."""
+    try:
+        return {leader, *(child.pid for child in psutil.Process(leader).children(recursive=True))}
+    except psutil.Error:
+        return set()
 
 
 def _listens(pid: int, port: int) -> bool:
     try:
         connections = psutil.Process(pid).net_connections("tcp")
-    except psutil.NoSuchProcess:
+    except psutil.AccessDenied:
+        return True  # cannot be told (a binary with capabilities); it must not be taken for a stranger
+    except psutil.Error:
         return False
     return any(
         one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port for one in connections

@@ -11,7 +11,7 @@ import aiohttp
 
 from viiwork.config.model import HealthSection, ModelSection
 from viiwork.engine import events as ev
-from viiwork.engine.backend import Backend, Pace, Shared
+from viiwork.engine.backend import Backend, CardPids, Pace, Shared
 from viiwork.engine.binary import FlagProbe
 from viiwork.engine.command import HostFacts, backend_count
 from viiwork.engine.groups import GroupGuard
@@ -62,8 +62,11 @@ class Supervisor:
         self._session: aiohttp.ClientSession | None = None
         self._backends: dict[str, Backend] = {}
 
-    async def start(self, facts: HostFacts) -> None:
-        """Begin; returns at once. Backends load one by one, the first of every model before any second."""
+    async def start(self, facts: HostFacts, card_pids: CardPids | None = None) -> None:
+        """Begin; returns at once. Backends load one by one, the first of every model before any second.
+
+        With `card_pids` an engine found on cards that are not its own is replaced.
+        """
         await asyncio.to_thread(self._guard.start)
         self._session = aiohttp.ClientSession(
             # llama-server closes connections that were idle for 5 s; ours must be the earlier end.
@@ -82,6 +85,7 @@ class Supervisor:
             pace=self._pace,
             in_flight=self._in_flight,
             on_change=self._on_change,
+            card_pids=card_pids,
         )
         for model, index in load_order(self._models):
             backend = Backend(model, index, self._rules_for(model), self._save_dir(model, index), shared)
