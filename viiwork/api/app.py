@@ -84,7 +84,7 @@ class ApiServer:
             listener.close()
         self._listeners.clear()
         if self._server is not None:
-            self._server.pre_shutdown()
+            self._server.retire()
 
     async def stop(self, grace_s: float) -> None:
         """Let running requests end within `grace_s`, then cut them."""

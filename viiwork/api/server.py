@@ -76,8 +76,7 @@ class ClientConnection(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
+        if self.idle:
             if self._header_timer is None and data:
                 self._header_timer = self._loop.call_later(self._header_read_s, self._header_late)
             return
@@ -106,11 +105,22 @@ class ClientConnection(RequestHandler):
         would hold a slot. Only what is answered at once is still answered.
         """
         self.half_closed = True
-        idle = self._waiter is not None and not self._waiter.done()
-        if self.needed or idle:
+        if self.needed or self.idle:
             return None
         self.close()
         return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered or waits for it."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def retire(self) -> None:
+        """Close now, or after the running request."""
+        if self.idle:
+            self.force_close()
+        else:
+            self.close()
 
     def _header_late(self) -> None:
         self._header_timer = None
@@ -156,6 +166,11 @@ class ClientServer(web.Server):
         if len(self._connections) > CONNECTIONS_MAX:
             log.warning("connection.refused: %d clients are connected", CONNECTIONS_MAX)
             transport.abort()
+
+    def retire(self) -> None:
+        """Close each connection once its running request is answered."""
+        for connection in self.connections:
+            cast(ClientConnection, connection).retire()
 
     def __call__(self) -> RequestHandler:
         return ClientConnection(
