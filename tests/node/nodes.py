@@ -152,8 +152,8 @@ class NodeProcess:
         return await self.until(
             http,
             "healthy",
-            lambda s: (
-                all(b["status"] == "healthy" for m in s["models"] for b in m["backends"]) and s["models"]
+            lambda s: all(
+                m["backends"] and all(b["status"] == "healthy" for b in m["backends"]) for m in s["models"]
             ),
         )
 

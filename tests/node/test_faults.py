@@ -109,7 +109,12 @@ async def test_a_node_killed_mid_forward_breaks_the_stream_and_leaves_no_lease(
     ids=["before the first token", "mid-stream", "not streamed", "forwarded", "forwarded, not streamed"],
 )
 async def test_a_client_that_leaves_frees_the_engines_slot_and_every_count(
-    pair: Pair, http: aiohttp.ClientSession, stream: bool, after_first_token: bool, model: str, within_s: float
+    pair: Pair,
+    http: aiohttp.ClientSession,
+    stream: bool,
+    after_first_token: bool,
+    model: str,
+    within_s: float,
 ):
     a, b = pair
     runs = b if model == "only-b" else a

@@ -219,9 +219,13 @@ async def test_what_both_nodes_report_adds_up(pair: Pair, http: aiohttp.ClientSe
     for node in pair:
         await node.until_idle(http)
     for node in pair:
-        fleet = await node.get(http, "/v1/fleet/capacity")
-        small = next(m for m in fleet["models"] if m["name"] == "small")
-        assert (small["slots"], small["busy"], small["free"], small["ctx"]) == (4, 0, 4, 1024)
+        async with asyncio.timeout(10):  # each node polls the other once a second
+            while True:
+                fleet = await node.get(http, "/v1/fleet/capacity")
+                small = next(m for m in fleet["models"] if m["name"] == "small")
+                if (small["slots"], small["busy"], small["free"], small["ctx"]) == (4, 0, 4, 1024):
+                    break
+                await asyncio.sleep(0.1)
         assert [host["node"] for host in small["hosts"]] == ["a", "b"]
         assert await node.get(http, "/v1/fleet/capacity?model=nobody") == fleet | {"models": []}
         health = await node.get(http, "/health")
