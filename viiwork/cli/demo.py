@@ -33,7 +33,7 @@ from viiwork.cli.demo_nodes import (
 from viiwork.errors import KvError
 from viiwork.host.demo_model import SIZE_MIB, ensure_demo_model
 
-N_LINES = 118  # about 2,500 prompt tokens
+N_LINES = 125  # about 2,500 prompt tokens
 SHARED_WAIT_S = 20.0
 
 
@@ -146,7 +146,7 @@ class _Teller:
 
     async def hello(self, a: DemoNode) -> Step:
         messages = [{"role": "user", "content": "Say hello to the other node."}]
-        return await self._turn("a chat at A for a model only B serves", a, MODEL_OF_B, messages, {})
+        return await self._turn("a chat for a model only B serves", a, MODEL_OF_B, messages, {})
 
     async def moved_session(self, a: DemoNode, b: DemoNode, *, warm: bool) -> list[Step]:
         """A session's long first turn on A, its next turn on B."""
@@ -157,13 +157,11 @@ class _Teller:
             headers["X-Viiwork-Kv-Share"] = "off"
         text = long_text(seed, N_LINES)
         messages: Messages = [{"role": "user", "content": f"{text}\n\nWho appears on day 1?"}]
-        first = await self._turn(f"a session's first turn on A ({word})", a, MODEL, messages, headers)
+        first = await self._turn(f"a session's 1st turn ({word})", a, MODEL, messages, headers)
         if warm:
             await self._wait_until_shared(a)
         messages.append({"role": "user", "content": "And what happened on day 2?"})
-        label = (
-            "its next turn on B, warm (kv_share on)" if warm else "its next turn on B, cold (kv_share off)"
-        )
+        label = f"its next turn: {'warm' if warm else 'cold'} ({word})"
         return [first, await self._turn(label, b, MODEL, messages, headers)]
 
     async def _turn(
@@ -179,6 +177,12 @@ class _Teller:
             self.http, node.api, model, messages, headers=headers, max_tokens=24, on_progress=prefilling
         )
         self.progress.remove_task(task)
+        self.progress.console.print(
+            f"{what}: at {node.name} on {turn.node}, {turn.prompt_tokens:,} prompt tokens, "
+            f"{turn.reused_tokens:,} reused, first token after {turn.ttft_s:.2f} s",
+            soft_wrap=True,
+            highlight=False,
+        )
         return Step(what, node.name, turn)
 
     async def _wait_until_shared(self, a: DemoNode) -> None:
@@ -194,15 +198,16 @@ class _Teller:
 
 def _report(steps: list[Step], path: Path | None, console: Console) -> None:
     table = Table(title="One endpoint, two nodes, one warm move")
-    for heading in ("step", "entered at", "ran on"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("prompt tokens", "reused", "first token after"):
-        table.add_column(heading, justify="right")
+    table.add_column("step", min_width=24)
+    for heading in ("at", "on"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("prompt", "reused", "first token"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for step in steps:
         table.add_row(
             step.what,
-            step.entry,
-            step.turn.node,
+            step.entry.removeprefix("demo-").upper(),
+            step.turn.node.removeprefix("demo-").upper(),
             f"{step.turn.prompt_tokens:,}",
             f"{step.turn.reused_tokens:,} ({step.reused_share:.1%})",
             f"{step.turn.ttft_s:.2f} s",
