@@ -9,7 +9,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from viiwork.config.model import ModelSection
-from viiwork.host.gguf import model_fingerprint
+from viiwork.host.gguf import Fingerprints
 
 # Operator args that change speed or looks and never a KV row; with a value each unless marked 0.
 _HARMLESS = {
@@ -42,18 +42,24 @@ _HARMLESS = {
 }
 
 
-async def state_fingerprint(model: ModelSection) -> bytes:
-    """32 bytes; blocks in a thread. Raises `EngineError` for a model file that cannot be read."""
-    return await asyncio.to_thread(_fingerprint, model)
+class StateFingerprints:
+    """Fingerprints of this node's models, computed once for each version of their files."""
 
+    def __init__(self, models: Sequence[ModelSection]) -> None:
+        self._models = {model.name: model for model in models}
+        self._files = Fingerprints()
 
-def _fingerprint(model: ModelSection) -> bytes:
-    parts = [model_fingerprint(Path(model.path))]
-    for arg in changing_args(model.args):
-        # A file named by an argument (a LoRA, a projector) counts by its content, not by its name.
-        counts = arg.endswith(".gguf") and Path(arg).is_file()
-        parts.append(model_fingerprint(Path(arg)) if counts else arg)
-    return blake3("\0".join(parts).encode()).digest()
+    async def of(self, model: str) -> bytes:
+        """32 bytes for a configured model. Raises `ModelFileError` for a file that cannot be read."""
+        return await asyncio.to_thread(self._of, self._models[model])
+
+    def _of(self, model: ModelSection) -> bytes:
+        parts = [self._files.fingerprint(Path(model.path))]
+        for arg in changing_args(model.args):
+            # A file named by an argument (a LoRA, a projector) counts by its content, not by its name.
+            counts = arg.endswith(".gguf") and Path(arg).is_file()
+            parts.append(self._files.fingerprint(Path(arg)) if counts else arg)
+        return blake3("\0".join(parts).encode()).digest()
 
 
 def changing_args(args: Sequence[str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from viiwork.core.sessions import Binding
 from viiwork.core.turn import Grant, Outcome
 from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView
+from viiwork.errors import KvError
 from viiwork.kv.client import KvWorker
 from viiwork.limits import KV_REPLICAS_MAX
 from viiwork.mesh.origins import MeshOrigins
@@ -23,6 +25,8 @@ from viiwork.node.kv_layouts import EngineLayouts
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_receive import Receiver
 from viiwork.node.kv_stats import KvStats
+
+log = logging.getLogger(__name__)
 
 
 class KvShare:
@@ -41,6 +45,8 @@ class KvShare:
     ) -> None:
         self._config = config
         self._worker = worker
+        self._active = False  # enabled, and its worker came up
+        self._off = ""  # why it is not active although enabled
         self._stats = KvStats()
         self._replicas = ReplicaTable(KV_REPLICAS_MAX)
         self._layouts = EngineLayouts(worker, fingerprint, client_of)
@@ -62,19 +68,26 @@ class KvShare:
         )
 
     async def start(self) -> None:
-        if self._config.enabled:
+        """Start the worker; a node that cannot run one serves all the same, without sharing."""
+        if not self._config.enabled:
+            return
+        try:
             await self._worker.start()
+            self._active = True
+        except KvError as error:
+            self._off = str(error)
+            log.warning("kv_share.off: %s", error)
 
     async def stop(self) -> None:
         await self._pusher.stop()
         await self.receiver.stop()
         await self._layouts.stop()
-        if self._config.enabled:
+        if self._active:
             await self._worker.stop()
 
     # -- what the node tells -------------------------------------------------------------------------
     def backend_changed(self, view: BackendView) -> None:
-        if self._config.enabled:
+        if self._active:
             self._layouts.changed(view)
 
     def worker_restarted(self) -> None:
@@ -82,11 +95,11 @@ class KvShare:
         self._replicas.clear()
 
     async def prepare(self, grant: Grant) -> None:
-        if self._config.enabled:
+        if self._active:
             await self._importer.prepare(grant)
 
     def turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
-        if not self._config.enabled:
+        if not self._active:
             return
         self._importer.turn_ended(grant, outcome)
         key = key_of(grant)
@@ -95,10 +108,12 @@ class KvShare:
 
     # -- what others ask -----------------------------------------------------------------------------
     def identity(self, model: str) -> KvIdentity | None:
-        return self._layouts.identity(model) if self._config.enabled else None
+        return self._layouts.identity(model) if self._active else None
 
     def status(self) -> dict[str, Any]:
         body: dict[str, Any] = {"enabled": self._config.enabled, "at_unix_s": round(time.time(), 3)}
+        if self._off:
+            body["off"] = self._off
         body["replicas"] = len(self._replicas)
         body["replica_bytes"] = self._replicas.n_bytes
         body["memory_bytes"] = int(self._config.memory)

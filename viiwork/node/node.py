@@ -7,6 +7,7 @@ import logging
 import secrets
 import signal
 import socket
+from functools import partial
 
 import aiohttp
 
@@ -17,6 +18,7 @@ from viiwork.core.turn import Grant, Outcome
 from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView, Supervisor
 from viiwork.errors import MeshError, PortTaken
+from viiwork.host.gpus import card_pids
 from viiwork.host.network import port_owner
 from viiwork.kv.client import KvWorker
 from viiwork.limits import ENGINES_STOP_S
@@ -24,7 +26,7 @@ from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.facts import NodeFacts
-from viiwork.node.fingerprints import state_fingerprint
+from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
 from viiwork.node.machine import machine_facts
@@ -63,7 +65,8 @@ class Node:
             host, port = await self._api.listen("", 0, sock=api_socket)
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
-            await self._supervisor.start(await asyncio.to_thread(machine_facts, self._config))
+            facts = await asyncio.to_thread(machine_facts, self._config)
+            await self._supervisor.start(facts, partial(card_pids, facts.vendor))
             tasks = [
                 asyncio.create_task(self._join_mesh(), name="mesh"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
@@ -113,7 +116,7 @@ class Node:
             keys,
             origins,
             self._dispatcher,
-            self._fingerprint,
+            StateFingerprints(config.models).of,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
         )
         self._facts = NodeFacts(
@@ -142,9 +145,6 @@ class Node:
             by = f" (held by {owner})" if owner else ""
             raise PortTaken(f"API port {host}:{port}/tcp cannot be used: {error.strerror}{by}") from error
         return sock
-
-    async def _fingerprint(self, model: str) -> bytes:
-        return await state_fingerprint(next(m for m in self._config.models if m.name == model))
 
     # -- what the parts tell one another -------------------------------------------------------------
     async def _prepare(self, grant: Grant) -> None:
