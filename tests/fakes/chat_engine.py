@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A stand-in for llama-server that answers chats: takes its command line, and does what a request's body
 says.
 

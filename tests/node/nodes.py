@@ -53,6 +53,8 @@ class NodeProcess:
     env: dict[str, str] = field(default_factory=dict)
     api_port: int = 0
     mesh_port: int = 0
+    netns: str = ""  # network namespace to run in
+    advertise: str | None = None  # None = the host, "" = the node finds its own address
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -75,16 +77,18 @@ class NodeProcess:
         config = self.folder / f"{self.name}.yaml"
         seeds = "".join(f'"{seed}", ' for seed in self.seeds)
         is_open = "" if "VIIWORK_MESH_SECRET" in self.env else "open: true, "
+        advertise = self.host if self.advertise is None else self.advertise
         config.write_text(
             f"node: {{name: {self.name}, state_dir: {self.folder / self.name}}}\n"
-            f"api: {{host: {self.host}, port: {self.api_port}}}\n"
-            f"mesh: {{network: lan, advertise: {self.host}, bind_port: {self.mesh_port}, {is_open}"
+            f"api: {{host: {self.host if advertise else '0.0.0.0'}, port: {self.api_port}}}\n"
+            f"mesh: {{network: lan, advertise: '{advertise}', bind_port: {self.mesh_port}, {is_open}"
             f"seeds: [{seeds}], rejoin_interval: 1s}}\n"
             f"{self.extra}\n" + (f"models:\n{self.models}" if self.models else "models: []\n")
         )
+        inside = ["ip", "netns", "exec", self.netns] if self.netns else []
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "viiwork", "serve", "--config", str(config)],
+                [*inside, sys.executable, "-m", "viiwork", "serve", "--config", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -25,7 +26,10 @@ ENGINE = Path(__file__).parent.parent / "fakes" / "chat_engine.py"
 def fake_model(folder: Path, name: str, parallel: int) -> str:
     weights = folder / f"{name}.gguf"
     weights.write_bytes(b"GGUF")
-    return model_entry(name, weights, parallel=parallel, binary=str(ENGINE))
+    binary = folder / "chat-engine"
+    binary.write_text(f'#!/bin/sh\nexec {sys.executable} {ENGINE} "$@"\n')
+    binary.chmod(0o755)
+    return model_entry(name, weights, parallel=parallel, binary=str(binary))
 
 
 @pytest.fixture
