@@ -146,6 +146,7 @@ KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
 KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
 KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker
 KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
+KV_PROBE_AGAIN_S = 1.0  # until the next try while its slots are busy or the worker is down: one GET /slots
 KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels it
 KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
