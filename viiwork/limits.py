@@ -32,6 +32,7 @@ CHANNEL_OFFER_S = 5.0  # for it to come
 PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long broke off
 
 # -- core ------------------------------------------------------------------------------------------
+NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names; a longer one could join no mesh
 SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it the oldest is forgotten
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
 
@@ -46,7 +47,6 @@ SIZE_MAX_BYTES = 1 << 50  # 1 PiB, a slip of the unit beyond it
 COUNT_MAX = 1_000_000  # queue and history lengths: 264 B an event is 264 MB, all an operator can ask for
 MODELS_MAX = 256  # entries of `models`; their capacity report stays under its 1 MiB
 MODEL_NAME_MAX_BYTES = 512  # room for long repository names; 256 of them are 128 KiB of a capacity report
-NODE_NAME_MAX_BYTES = 255  # a host name's length; a node's name rides in every gossip message
 SEEDS_MAX = 256  # addresses tried each `mesh.rejoin_interval`, eight at a time
 PARALLEL_MAX = 256  # slots a backend, llama.cpp's own limit of sequences
 CONTEXT_MAX_TOKENS = (1 << 31) - 1  # tokens of all slots of a backend; llama.cpp counts them in 31 bits
@@ -81,7 +81,6 @@ GGUF_TENSORS_MAX = 200_000  # entries of a tensor table; 200,000 offsets = 7 MiB
 GGUF_SHARDS_MAX = 10_000  # `-00001-of-NNNNN`: files looked for
 
 # -- mesh ------------------------------------------------------------------------------------------
-NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names
 MEMBERS_MAX = 1024  # members kinship holds; 1,024 polls a second is more than one loop should do anyway
 DEPARTED_MAX = 256  # departed members still listed; about 300 B each
 DEPARTED_KEPT_S = 24 * 3600.0  # an operator finds yesterday's machine; longer would list old names for ever
@@ -101,7 +100,6 @@ CAPACITY_MODELS_MAX = 1024  # models in one report; about 400 B each, 400 KiB a 
 CAPACITY_COUNT_MAX = 1_000_000  # slots, busy, queued, backends; a sum over MEMBERS_MAX stays well in 64 bits
 CAPACITY_CTX_MAX_TOKENS = 2**31 - 1  # the engine counts tokens in 32 bits
 CAPACITY_TEXT_MAX_CHARS = 256  # version, engine, fingerprints
-MODEL_NAME_MAX_CHARS = 256  # paths with repository names are about 100
 RTT_ALPHA = 0.3  # weight of the newest round trip; the last seven or so matter
 SIGNATURE_SKEW_S = 120  # clocks without NTP drift seconds a week; wider lengthens the nonce cache
 NONCE_KEPT_S = 240.0  # a request dated +120 s stays valid for 240 s; a shorter memory would let it in twice
@@ -132,7 +130,6 @@ KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; belo
 KV_LOCAL_JOBS = 4  # renders and inspections at once in one worker; more wait for a thread
 KV_JOBS_MAX = 16  # transfers at once in one worker; each has two threads and one ring: 256 MiB at worst
 KV_REPLICAS_MAX = 4096  # committed replicas; about 20 KiB of facts each at worst, 80 MiB
-KV_GRANT_MODELS_MAX = 64  # models one receive may offer
 KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed
 KV_SILENCE_S = 8.0  # a peer that moves nothing for this long is gone; a LAN stall is far shorter
 KV_JOB_DEADLINE_S = 600.0  # whole transfer: 250 MB at 0.5 MB/s; slower than that a cold prefill wins
@@ -149,6 +146,7 @@ KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
 KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
 KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker
 KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
+KV_PROBE_AGAIN_S = 1.0  # until the next try while its slots are busy or the worker is down: one GET /slots
 KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels it
 KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills

@@ -104,14 +104,14 @@ def test_a_directory_is_called_one(tmp_path: Path):
 
 
 def test_the_config_is_printed_as_utf_8_whatever_the_terminal_speaks(tmp_path: Path):
-    path = write(tmp_path / "c.yaml", "mesh: {open: true}\nnode: {name: ünï-北京}\n")
+    path = write(tmp_path / "c.yaml", "mesh: {open: true}\nnode: {state_dir: /ünï-北京}\n")
     code = (
         "import sys, argparse, pathlib, viiwork.cli.check as c; "
         "sys.exit(c.run(argparse.Namespace(config=pathlib.Path(sys.argv[1]))))"
     )
     env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run([sys.executable, "-c", code, path], env=env, capture_output=True, check=True)
-    assert parse_config(done.stdout, "out", {}).config.node.name == "ünï-北京"
+    assert parse_config(done.stdout, "out", {}).config.node.state_dir == "/ünï-北京"
 
 
 def test_a_file_name_cannot_break_the_line(tmp_path: Path):

@@ -22,6 +22,7 @@ from viiwork.config.model import (
 )
 from viiwork.config.model_rules import CACHE_TYPES
 from viiwork.config.render import effective_yaml
+from viiwork.core.names import node_name_problem
 
 TRI = st.sampled_from([Tri("auto"), Tri("on"), Tri("off")])
 COUNTS = st.integers(1, 1_000_000)
@@ -32,6 +33,7 @@ WORDS = st.sampled_from(
 )
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20) | WORDS
 NAMES = TEXT.filter(lambda s: s and s.isprintable() and not any(c.isspace() for c in s))
+NODE_NAMES = (NAMES | st.text("aZ09._:-", max_size=64)).filter(lambda s: node_name_problem(s) is None)
 PATHS = TEXT.map(lambda s: "/" + "".join(filter(str.isprintable, s)))
 SEEDS = st.ip_addresses(v=4, network="10.0.0.0/8").map("{}:7946".format) | st.ip_addresses(
     v=6, network="fd00::/8"
@@ -69,7 +71,7 @@ def with_own_cards(models: list[ModelSection]) -> tuple[ModelSection, ...]:
 
 CONFIGS = st.builds(
     Config,
-    node=st.builds(NodeSection, name=NAMES | st.just(""), state_dir=PATHS),
+    node=st.builds(NodeSection, name=NODE_NAMES | st.just(""), state_dir=PATHS),
     mesh=st.builds(
         MeshSection,
         network=st.sampled_from(["tailnet", "lan"]),

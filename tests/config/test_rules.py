@@ -13,7 +13,12 @@ import pytest
             'node:\n  name: "a\\u200bb"\n',
             "2: node.name: expected a name of visible characters, got a\\u200bb",
         ),
-        (f"node:\n  name: {'x' * 256}\n", "2: node.name: expected at most 255 bytes, got 256"),
+        (f"node:\n  name: {'x' * 256}\n", "2: node.name: expected at most 64 bytes, got 256"),
+        (
+            "node:\n  name: gpu/1\n",
+            "2: node.name: expected a name other nodes accept, got gpu/1, which may",
+        ),
+        ("node:\n  name: Mesh\n", "2: node.name: expected a name other nodes accept, got Mesh, which is"),
         ('node:\n  state_dir: ""\n', "2: node.state_dir: expected an absolute path, got an empty text"),
         ("node:\n  state_dir: ~/viiwork\n", "(~ is not expanded)"),
         ("node:\n  state_dir: state\n", "2: node.state_dir: expected an absolute path, got state"),

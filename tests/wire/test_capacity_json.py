@@ -124,7 +124,7 @@ def test_null_models_are_no_models():
         {"name": ""},
         {"name": "a b"},
         {"name": "a\x1b[2J"},
-        {"name": "x" * 300},
+        {"name": "x" * 513},
         {"engine": "a\nb"},
         {"ver": "1\r\n2"},
         {"node": ""},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from viiwork import limits
 from viiwork.config import addresses, checks
-from viiwork.config.fault import Fault
+from viiwork.config.fault import Fault, shown
 from viiwork.config.model import (
     ActivitySection,
     ApiSection,
@@ -17,6 +17,7 @@ from viiwork.config.model import (
 )
 from viiwork.config.model_rules import check_models
 from viiwork.config.scalars import format_duration
+from viiwork.core.names import node_name_problem
 
 
 def check_rules(config: Config) -> list[str]:
@@ -35,6 +36,8 @@ def check_rules(config: Config) -> list[str]:
 
 def _node(node: NodeSection) -> None:
     checks.name("node.name", node.name, limits.NODE_NAME_MAX_BYTES)
+    if node.name and (problem := node_name_problem(node.name)):
+        raise Fault("node.name", "a name other nodes accept", f"{shown(node.name)}, which {problem}")
     checks.absolute_path("node.state_dir", node.state_dir)
 
 

@@ -77,15 +77,16 @@ class SlotTable:
                         room -= 1
                         yield SlotRef(name, slot)
 
-    def is_free(self, ref: SlotRef) -> bool:
+    def is_routable(self, ref: SlotRef) -> bool:
+        """Does the slot exist and take requests, now or when its holder is done?"""
         backend = self._backends.get(ref.backend)
-        return (
-            backend is not None
-            and backend.routable
-            and ref.slot < backend.n_slots
-            and ref.slot not in backend.leases
-            and len(backend.leases) + len(backend.extra) < backend.n_slots
-        )
+        return backend is not None and backend.routable and ref.slot < backend.n_slots
+
+    def is_free(self, ref: SlotRef) -> bool:
+        if not self.is_routable(ref):
+            return False
+        backend = self._backends[ref.backend]
+        return ref.slot not in backend.leases and len(backend.leases) + len(backend.extra) < backend.n_slots
 
     def in_flight(self, backend: str) -> int:
         """Leases open on a backend."""

@@ -56,6 +56,7 @@ class Dispatcher:
         self._wall_ms = wall_ms
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
         self._waited_s: OrderedDict[str, float] = OrderedDict()  # of requests that may be tried again
+        self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -65,8 +66,11 @@ class Dispatcher:
     # -- api.ports.Dispatcher ------------------------------------------------------------------------
     async def acquire(self, ask: Ask, exclude: Collection[str] = ()) -> Grant:
         """See `api.ports.Dispatcher.acquire`."""
+        waited_s = await self._until_saved(ask)
         if self._draining:
             raise ShuttingDown(f"{self._me} is shutting down")
+        if exclude and ask.forwarded_by is not None:
+            raise AllRoutesRefused(f"{self._me} failed to run the forward")  # its entry node tries elsewhere
         now = self._clock()
         decision = choose(self._view, ask, now, exclude)
         if exclude and (isinstance(decision, Wait) or len(exclude) > self._routing.forward_retry):
@@ -81,6 +85,7 @@ class Dispatcher:
                 grant = await self._wait(ask, decision)
             case _:
                 grant = self._grant(ask, decision, now)
+        grant.queued_s += waited_s
         if ask.session is not None and grant.lease and not grant.is_forward:
             try:
                 await self._prepare(grant)
@@ -109,11 +114,18 @@ class Dispatcher:
 
     # -- the rest of the node ------------------------------------------------------------------------
     def take_idle_slot(self, ref: SlotRef) -> int | None:
-        """Lease a slot for kv_share's own work, if nobody holds it or waits for the backend's model."""
-        return self.slots.lease(ref) if self.slots.is_free(ref) else None
+        """Lease a slot for kv_share's own work, if nobody holds it."""
+        if not self.slots.is_free(ref):
+            return None
+        lease = self.slots.lease(ref)
+        self._saving[lease] = ref, asyncio.Event()
+        return lease
 
     def give_back(self, lease: int) -> None:
+        """End such a lease; once."""
         self.slots.release(lease)
+        _, done = self._saving.pop(lease)
+        done.set()
         self.wake()
 
     def wake(self) -> None:
@@ -135,7 +147,7 @@ class Dispatcher:
                 future.set_exception(decision.error(decision.message))
                 continue
             grant = self._grant(waiter.ask, decision, now)
-            grant.queued_s = now - waiter.since + self._waited_s.get(waiter.ask.request_id, 0.0)
+            grant.queued_s += now - waiter.since
             future.set_result(grant)
 
     async def wake_regularly(self) -> None:
@@ -175,9 +187,25 @@ class Dispatcher:
                 grant = Grant(ask, node, self.peers.url(node), lease=number)
             case _:
                 raise TypeError(f"not a place: {decision}")
+        grant.queued_s = self._waited_s.get(ask.request_id, 0.0)
         self._granted += 1
         self._idle.clear()
         return grant
+
+    async def _until_saved(self, ask: Ask) -> float:
+        """Wait while kv_share saves the session's own slot; the answer is for how long, in seconds.
+
+        The engine serves nobody during a save, and in another slot the turn would read its prompt anew.
+        """
+        binding = self.sessions.get((ask.session, ask.model)) if ask.session is not None else None
+        if binding is None or binding.ref is None or not ask.needs_slot:
+            return 0.0
+        saved = next((done for ref, done in self._saving.values() if ref == binding.ref), None)
+        if saved is None:
+            return 0.0
+        since = self._clock()
+        await saved.wait()
+        return self._clock() - since
 
     def _expected(self, key: SessionKey | None, ref: SlotRef) -> int:
         if key is None or self.sessions.occupant(ref) != key:
@@ -254,4 +282,6 @@ class Dispatcher:
 
         Its other, smaller request (an agent's title beside its chat) must not take the slot away.
         """
-        return known.ref is not None and (not self.slots.is_free(known.ref) or total < known.n_tokens // 2)
+        if known.ref is None or not self.slots.is_routable(known.ref):
+            return False
+        return not self.slots.is_free(known.ref) or total < known.n_tokens // 2

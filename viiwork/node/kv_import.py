@@ -18,6 +18,7 @@ from viiwork.core.turn import Grant, Outcome
 from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
 from viiwork.limits import KV_IMPORT_MAX_S, KV_IMPORT_MIN_S, KV_NO_REUSE_MAX
+from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_push import EngineGates
@@ -26,8 +27,6 @@ from viiwork.node.kv_stats import KvStats
 log = logging.getLogger(__name__)
 
 PREFILL_ALPHA = 0.3  # weight of the newest turn in a model's prefill time
-# Faults of the replica itself: it would fail again.
-_SPOILED = frozenset({"corrupt", "bad_file", "bad_manifest", "unknown_replica", "restore_refused"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,13 @@ class Importer:
         self._worker = worker
         self._gates = gates
         self._stats = stats
+        self._background = Background()
         self._imports: dict[int, _Import] = {}  # by lease, while its turn runs
         self._prefill_s: dict[str, float] = {}  # model -> measured seconds a prompt token
         self._no_reuse: dict[str, int] = {}  # model -> imports in a row of which nothing was reused
+
+    async def stop(self) -> None:
+        await self._background.stop()
 
     async def prepare(self, grant: Grant) -> None:
         """Restore the session's newer state into the granted slot, if any; faults are counted, not raised."""
@@ -119,7 +122,7 @@ class Importer:
         if cached > 0:
             self._no_reuse.pop(model, None)
             return
-        self._replicas.remove(replica.name)
+        self._forget(replica)
         self._no_reuse[model] = self._no_reuse.get(model, 0) + 1
         if self._no_reuse[model] >= KV_NO_REUSE_MAX:
             why = f"{KV_NO_REUSE_MAX} restored states in a row gave no reuse (cache_n 0)"
@@ -142,8 +145,7 @@ class Importer:
             async with self._gates.of(ref.backend):
                 done = await layout.client.restore(ref.slot, name, KV_IMPORT_MAX_S)
         finally:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            self._background.go(remove_file(path))  # the turn need not wait for it
         if done.n_restored != replica.n_tokens or done.n_read != rendered.total_bytes:
             raise KvError(
                 "restore_short",
@@ -172,8 +174,16 @@ class Importer:
         # Whatever the slot held may be gone: a failed restore empties it.
         grant.expected_tokens = 0
         self._dispatcher.sessions.emptied(ref)
-        if reason in _SPOILED:
-            self._replicas.remove(replica.name)
+        # The turn now runs without it; restored later, it would replace the newer state that leaves behind.
+        self._forget(replica)
+
+    def _forget(self, replica: Replica) -> None:
+        self._replicas.remove(replica.name)
+        self._background.go(self._drop(replica.name))
+
+    async def _drop(self, name: str) -> None:
+        with suppress(KvError):  # a worker that is gone has dropped it
+            await self._worker.drop(name)
 
 
 def _short(replica: Replica) -> tuple[str, str]:

@@ -13,14 +13,20 @@ import msgspec
 from blake3 import blake3
 
 from viiwork.core.capacity import KvIdentity
+from viiwork.core.slots import SlotRef
 from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView
-from viiwork.errors import ViiworkError
+from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
-from viiwork.limits import KV_PROBE_SAVE_S
-from viiwork.wire.savefile import GGML_TYPES, Layout, SaveInfo, StateShape
+from viiwork.limits import KV_PROBE_AGAIN_S, KV_PROBE_SAVE_S
+from viiwork.node.background import Background, remove_file
+from viiwork.node.dispatch import Dispatcher
+from viiwork.wire.savefile import GGML_TYPES, Layout, StateShape
 
 log = logging.getLogger(__name__)
+
+# The engine or its state is not to blame: the next try may well succeed.
+_PASSING = frozenset({"slot_busy", "worker_down", "worker_died", "worker_stuck"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +68,17 @@ class EngineLayouts:
         worker: KvWorker,
         fingerprint: Callable[[str], Awaitable[bytes]],
         client_of: Callable[[str, int], SlotsClient],
+        dispatcher: Dispatcher,
+        *,
+        again_s: float = KV_PROBE_AGAIN_S,
     ) -> None:
         """`fingerprint` takes a model's name, `client_of` an engine's base URL and slot count."""
         self._worker = worker
         self._fingerprint = fingerprint
         self._client_of = client_of
+        self._dispatcher = dispatcher
+        self._again_s = again_s
+        self._background = Background()
         self._known: dict[str, EngineLayout] = {}
         self._why_not: dict[str, str] = {}  # model -> why its state is not portable
         self._learning: dict[str, tuple[int, asyncio.Task[None]]] = {}
@@ -100,33 +112,50 @@ class EngineLayouts:
         known = self._known.get(view.id)
         if known is not None and (known.view.epoch != view.epoch or view.url is None):
             del self._known[view.id]
-        learning = self._learning.get(view.id)
-        if view.status != "healthy" or view.save_dir is None or view.url is None:
-            return
-        if learning is not None and learning[0] == view.epoch:
+        epoch, task = self._learning.get(view.id, (0, None))
+        if task is not None and (epoch != view.epoch or view.url is None):
+            task.cancel()  # it would tell of a process that is gone
+        if view.status != "healthy" or view.save_dir is None or view.url is None or epoch == view.epoch:
             return
         self._why_not.pop(view.model, None)
-        task = asyncio.get_running_loop().create_task(self._learn(view, view.save_dir))
-        self._learning[view.id] = (view.epoch, task)
+        client = self._client_of(view.url, view.n_slots)
+        task = self._background.go(self._learn(view, view.save_dir, client))
+        self._learning[view.id] = view.epoch, task
 
     async def stop(self) -> None:
-        tasks = [task for _, task in self._learning.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.stop()
 
-    async def _learn(self, view: BackendView, save_dir: Path) -> None:
-        assert view.url is not None
-        client = self._client_of(view.url, view.n_slots)
-        name = f"probe-{uuid.uuid4().hex}"
+    async def _learn(self, view: BackendView, save_dir: Path, client: SlotsClient) -> None:
+        """Probe until that says yes or no."""
+        while True:
+            try:
+                self._known[view.id] = await self._probe(view, save_dir, client)
+                self._why_not.pop(view.model, None)
+                return
+            except (ViiworkError, OSError) as error:
+                self._why_not[view.model] = str(error)
+                if not isinstance(error, KvError) or error.reason not in _PASSING:
+                    log.info("kv_share.not_portable model=%s: %s", view.model, error)
+                    return
+            await asyncio.sleep(self._again_s)
+
+    async def _probe(self, view: BackendView, save_dir: Path, client: SlotsClient) -> EngineLayout:
+        model_fp = await self._fingerprint(view.model)
+        path = save_dir / f"probe-{uuid.uuid4().hex}"
+        # The emptiest slot, usually with the one token of its warm-up, so that the save is small.
+        held = sorted(await client.slots(), key=lambda slot: slot.n_prompt_tokens or 0)
+        for slot in held:
+            lease = self._dispatcher.take_idle_slot(SlotRef(view.id, slot.id))
+            if lease is not None:
+                break
+        else:
+            raise KvError("slot_busy", f"no slot of {view.id} was idle yet")
         try:
-            model_fp = await self._fingerprint(view.model)
-            # Slot 0 holds the token of its warm-up. A busy slot would make the engine put the save off.
-            await client.save(0, name, KV_PROBE_SAVE_S)
-            info: SaveInfo = await self._worker.inspect(save_dir / name)
-            self._known[view.id] = EngineLayout(view, model_fp, info.shape, info.n_stream, client)
-        except (ViiworkError, OSError) as error:
-            self._why_not[view.model] = str(error)
-            log.info("kv_share.not_portable model=%s: %s", view.model, error)
+            try:
+                await client.save(slot.id, path.name, KV_PROBE_SAVE_S)
+            finally:
+                self._dispatcher.give_back(lease)
+            info = await self._worker.inspect(path)
         finally:
-            (save_dir / name).unlink(missing_ok=True)
+            await remove_file(path)
+        return EngineLayout(view, model_fp, info.shape, info.n_stream, client)

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -26,6 +25,7 @@ from viiwork.kv.jobs import SendJob
 from viiwork.limits import KV_PUSHES_AT_ONCE, KV_SAVE_S, KV_SLOT_SETTLE_S
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
+from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_stats import KvStats
@@ -84,6 +84,7 @@ class Pusher:
         self._stats = stats
         self._running: dict[SessionKey, asyncio.Task[None]] = {}
         self._again: set[SessionKey] = set()
+        self._background = Background()
         self._room = asyncio.Semaphore(KV_PUSHES_AT_ONCE)
 
     def turn_ended(self, key: SessionKey, binding: Binding) -> None:
@@ -93,25 +94,32 @@ class Pusher:
         if key in self._running:
             self._again.add(key)
             return
-        self._running[key] = asyncio.get_running_loop().create_task(self._push(key))
+        task = self._running[key] = self._background.go(self._push(key))
+        task.add_done_callback(lambda task: self._pushed(key, task))
+
+    def withhold(self, key: SessionKey) -> None:
+        """The session's newest turn must not leave this node: a push that has not saved yet would send it."""
+        self._again.discard(key)
+        if task := self._running.pop(key, None):
+            task.cancel()
 
     async def stop(self) -> None:
         self._again.clear()
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.stop()
 
     async def _push(self, key: SessionKey) -> None:
-        try:
-            while True:
-                self._again.discard(key)
-                async with self._room:
-                    await self._push_newest(key)
-                if key not in self._again:
-                    return
-        finally:
-            self._running.pop(key, None)
+        while True:
+            self._again.discard(key)
+            async with self._room:
+                await self._push_newest(key)
+            if key not in self._again:
+                # Not left to the task's end alone: a turn that ends before that would be overlooked.
+                self._pushed(key, asyncio.current_task())
+                return
+
+    def _pushed(self, key: SessionKey, task: asyncio.Task[None] | None) -> None:
+        if self._running.get(key) is task:
+            del self._running[key]
 
     async def _push_newest(self, key: SessionKey) -> None:
         binding = self._dispatcher.sessions.get(key)
@@ -136,8 +144,7 @@ class Pusher:
             self._stats.transferred("send", failed=reason, session=key[0][:8], model=key[1])
             log.info("kv_share.not_sent session=%s model=%s: %s", key[0][:8], key[1], error)
         finally:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            await remove_file(path)
 
     def _targets(self, key: SessionKey, binding: Binding) -> list[Member]:
         """Members to send to, those whose address forbids it counted and left out."""
@@ -190,8 +197,8 @@ class Pusher:
         """The engine frees a slot a moment after its last byte; a save before that would be put off."""
         until = time.monotonic() + KV_SLOT_SETTLE_S
         while True:
-            slots = {slot.id: slot for slot in await layout.client.slots()}
-            if not slots[ref.slot].is_processing:
+            busy = {slot.id for slot in await layout.client.slots() if slot.is_processing}
+            if ref.slot not in busy:
                 return
             if time.monotonic() > until:
                 raise KvError("slot_busy", f"slot {ref.slot} of {ref.backend} does not come to rest")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from viiwork.config.model import KvShareSection
@@ -15,11 +15,12 @@ from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveGrant
 from viiwork.limits import KV_RECEIVES_AT_ONCE
 from viiwork.mesh.origins import MeshOrigins
+from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_push import must_encrypt, session_digest
 from viiwork.node.kv_stats import KvStats
-from viiwork.wire.channel import PROTOCOL, mesh_key
+from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, decode_offer
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Receiver:
         self._layouts = layouts
         self._worker = worker
         self._stats = stats
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     def check(
         self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
@@ -82,25 +83,20 @@ class Receiver:
             raise KvRefused(f"{offer.n_tokens} tokens do not fit a slot of {own.n_ctx}")
         if self._has_newer(offer):
             raise KvRefused("this node has a newer state of the session")
-        if len(self._tasks) >= KV_RECEIVES_AT_ONCE:
+        if len(self._background) >= KV_RECEIVES_AT_ONCE:
             raise KvRefused(f"{KV_RECEIVES_AT_ONCE} states are being received already")
         return Admitted(offer, layout, peer, remote_ip)
 
     def answer_headers(self, admitted: Admitted) -> dict[str, str]:
         """See `api.ports.Channels.answer_headers`."""
-        return {"Connection": "Upgrade", "Upgrade": PROTOCOL}
+        return {}
 
     def take(self, admitted: Admitted, sock: socket.socket) -> None:
         """See `api.ports.Channels.take`."""
-        task = asyncio.get_running_loop().create_task(self._receive(admitted, sock))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.go(self._receive(admitted, sock))
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.stop()
 
     def _has_newer(self, offer: StateOffer) -> bool:
         key = (offer.session, offer.model)
@@ -140,7 +136,8 @@ class Receiver:
             admitted.peer,
         )
         for old in self._replicas.put(replica):
-            await self._worker.drop(old.name)
+            with suppress(KvError):  # a worker that is gone has dropped it
+                await self._worker.drop(old.name)
         self._stats.received.done += 1
         self._stats.received.n_bytes += got.total_bytes
         self._stats.transferred(

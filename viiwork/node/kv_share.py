@@ -49,7 +49,7 @@ class KvShare:
         self._off = ""  # why it is not active although enabled
         self._stats = KvStats()
         self._replicas = ReplicaTable(KV_REPLICAS_MAX)
-        self._layouts = EngineLayouts(worker, fingerprint, client_of)
+        self._layouts = EngineLayouts(worker, fingerprint, client_of, dispatcher)
         gates = EngineGates()
         self._pusher = Pusher(config, peers, dispatcher, self._layouts, worker, gates, self._stats)
         self._importer = Importer(
@@ -81,6 +81,7 @@ class KvShare:
     async def stop(self) -> None:
         await self._pusher.stop()
         await self.receiver.stop()
+        await self._importer.stop()
         await self._layouts.stop()
         if self._active:
             await self._worker.stop()
@@ -103,7 +104,11 @@ class KvShare:
             return
         self._importer.turn_ended(grant, outcome)
         key = key_of(grant)
-        if binding is not None and key is not None and grant.ask.kv_share:
+        if key is None:
+            return
+        if not grant.ask.kv_share:
+            self._pusher.withhold(key)
+        elif binding is not None:
             self._pusher.turn_ended(key, binding)
 
     # -- what others ask -----------------------------------------------------------------------------

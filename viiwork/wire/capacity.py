@@ -20,13 +20,13 @@ from viiwork.limits import (
     CAPACITY_CTX_MAX_TOKENS,
     CAPACITY_MODELS_MAX,
     CAPACITY_TEXT_MAX_CHARS,
-    MODEL_NAME_MAX_CHARS,
+    MODEL_NAME_MAX_BYTES,
 )
 
 _Count = Annotated[int, Meta(ge=0, le=CAPACITY_COUNT_MAX)]
 _Tokens = Annotated[int, Meta(ge=0, le=CAPACITY_CTX_MAX_TOKENS)]
 _Text = Annotated[str, Meta(max_length=CAPACITY_TEXT_MAX_CHARS)]
-_ModelName = Annotated[str, Meta(min_length=1, max_length=MODEL_NAME_MAX_CHARS)]
+_ModelName = Annotated[str, Meta(min_length=1, max_length=MODEL_NAME_MAX_BYTES)]
 
 
 class _Kv(msgspec.Struct, frozen=True):
