@@ -1,12 +1,11 @@
 """What a relay adds: latency at concurrency 1, requests a second at 16, memory and time to listening.
 
-    python bench/relay/run.py [--seconds 3] [--rounds 3] [--targets direct,nginx,relay]
-                              [--node 'COMMAND with {port} and {backend}'] [--json FILE]
+    python bench/relay/run.py [--seconds 3] [--rounds 3] [--targets direct,nginx,relay,node] [--json FILE]
 
 Client, relay and backend share the machine's cores, as they do on a small node. Rounds visit the
 targets in turn, so that a busy moment of the machine does not fall on one of them alone; the best
-round counts. `--node` measures any other command in place of the bare relay, for example a whole
-`viiwork serve`.
+round counts. `relay` is the relay alone with a fixed answer to
+every routing question; `node` is a whole `viiwork serve` that supervises the backend as its engine.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,18 @@ http {{
     }}
   }}
 }}
+"""
+_NODE = """
+node: {{name: bench, state_dir: {folder}/state}}
+api: {{host: 127.0.0.1, port: {port}}}
+mesh: {{network: lan, advertise: 127.0.0.1, bind_port: {mesh_port}, open: true}}
+models:
+  - name: m
+    engine: llamacpp
+    path: {folder}/m.gguf
+    context: 4096
+    parallel: 32
+    llamacpp: {{binary: {folder}/engine}}
 """
 
 
@@ -69,7 +82,9 @@ def free_port() -> int:
 def running(command: list[str], port: int) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
     """A process that listens at `port`, and how long it took to do so."""
     started = time.monotonic()
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HERE.parent.parent)})
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(HERE.parent.parent)}, stderr=subprocess.DEVNULL
+    )
     try:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
@@ -80,7 +95,7 @@ def running(command: list[str], port: int) -> Iterator[tuple[subprocess.Popen[by
         yield process, time.monotonic() - started
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(20)
 
 
 def wrk(port: int, *, connections: int, streamed: bool, seconds: int) -> tuple[float, float]:
@@ -111,11 +126,31 @@ def measure(port: int, figures: Figures, seconds: int) -> None:
 
 
 def rss_mib(pid: int) -> float:
+    """Resident memory of the process and its children, an engine excepted."""
     process = psutil.Process(pid)
-    return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
+    ours = [p for p in [process, *process.children(recursive=True)] if p.name() != "engine"]
+    return sum(p.memory_info().rss for p in ours) / 2**20
 
 
-def run(targets: list[str], node: str, rounds: int, seconds: int) -> dict[str, Figures]:
+def node_command(folder: Path, backend: Path, port: int) -> list[str]:
+    """A node whose engine is a copy of the backend under the name `rss_mib` leaves out."""
+    shutil.copy(backend, folder / "engine")
+    (folder / "m.gguf").write_bytes(b"GGUF")
+    config = folder / "node.yaml"
+    config.write_text(_NODE.format(folder=folder, port=port, mesh_port=free_port()))
+    return [sys.executable, "-m", "viiwork", "serve", "--config", str(config)]
+
+
+def wait_until_served(port: int) -> None:
+    """A node listens before its engine is healthy."""
+    while True:
+        with contextlib.suppress(urllib.error.URLError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return
+        time.sleep(0.05)
+
+
+def run(targets: list[str], rounds: int, seconds: int) -> dict[str, Figures]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         backend = folder / "backend"
@@ -131,11 +166,15 @@ def run(targets: list[str], node: str, rounds: int, seconds: int) -> dict[str, F
                 conf = folder / "nginx.conf"
                 conf.write_text(_NGINX.format(dir=folder, backend=engine_port, port=ports[name]))
                 command = [shutil.which("nginx") or "/usr/sbin/nginx", "-c", str(conf), "-p", str(folder)]
+            elif name == "node":
+                command = node_command(folder, backend, ports[name])
             else:
-                place = {"port": ports[name], "backend": f"http://127.0.0.1:{engine_port}"}
-                command = shlex.split(node.format(**place))
+                command = [sys.executable, str(HERE / "static_node.py"), "--port", str(ports[name])]
+                command += ["--backend", f"http://127.0.0.1:{engine_port}"]
             process, results[name].listening_s = stack.enter_context(running(command, ports[name]))
             pids[name] = process.pid
+            if name == "node":
+                wait_until_served(ports[name])
         for _ in range(rounds):
             for name in targets:
                 measure(ports[name], results[name], seconds)
@@ -168,13 +207,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--targets", default="direct,nginx,relay")
-    parser.add_argument(
-        "--node", default=f"{sys.executable} {HERE / 'static_node.py'} --port {{port}} --backend {{backend}}"
-    )
+    parser.add_argument("--targets", default="direct,nginx,relay,node")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    figures = run(args.targets.split(","), args.node, args.rounds, args.seconds)
+    figures = run(args.targets.split(","), args.rounds, args.seconds)
     show(figures)
     if args.json:
         args.json.write_text(json.dumps({name: asdict(f) for name, f in figures.items()}, indent=2))

@@ -129,13 +129,20 @@ def test_a_session_goes_to_the_node_of_its_last_turn_while_that_has_room():
 
 def test_others_take_the_slot_that_holds_no_session_then_the_one_idle_longest():
     v = view(local=3)
-    v.sessions.ran_here(("s", "m"), Binding("a", SlotRef("m/0", 0), 100, 1))
-    v.sessions.taken(SlotRef("m/0", 0), ("s", "m"), 5.0)
-    v.sessions.ran_here(("t", "m"), Binding("a", SlotRef("m/0", 1), 100, 1))
-    v.sessions.taken(SlotRef("m/0", 1), ("t", "m"), 1.0)
+    for slot, session in ((1, "t"), (0, "s")):
+        lease = v.slots.lease(SlotRef("m/0", slot))
+        v.sessions.ran_here((session, "m"), Binding("a", SlotRef("m/0", slot), 100, 1))
+        v.slots.release(lease)
     assert choose(v, ask(), NOW) == Local(SlotRef("m/0", 2))
     v.slots.lease(SlotRef("m/0", 2))
     assert choose(v, ask(), NOW) == Local(SlotRef("m/0", 1))
+
+
+def test_the_backend_with_most_room_comes_first():
+    v = view(local=2)
+    v.slots.put_backend("m/1", model="m", url="http://f", n_slots=2, routable=True)
+    v.slots.lease(SlotRef("m/0", 1))
+    assert choose(v, ask(), NOW) == Local(SlotRef("m/1", 0))
 
 
 def test_a_request_without_need_of_a_slot_runs_on_a_full_backend():

@@ -14,21 +14,21 @@ def bound(generation: int = 1, ref: SlotRef = SLOT) -> Binding:
 def test_another_sessions_turn_in_the_slot_ends_the_binding():
     table = SessionTable()
     table.ran_here(S, bound())
-    table.taken(SLOT, T, 1.0)
+    table.taken(SLOT, T)
     assert table.get(S) is None and table.occupant(SLOT) is None
 
 
 def test_a_turn_without_a_session_ends_the_binding_too():
     table = SessionTable()
     table.ran_here(S, bound())
-    table.taken(SLOT, None, 1.0)
+    table.taken(SLOT, None)
     assert table.get(S) is None
 
 
 def test_the_sessions_own_next_turn_keeps_the_binding():
     table = SessionTable()
     table.ran_here(S, bound())
-    table.taken(SLOT, S, 1.0)
+    table.taken(SLOT, S)
     assert table.get(S) == bound()
 
 

@@ -130,10 +130,12 @@ def _free_slot(view: View, ask: Ask) -> SlotRef | None:
         if binding is not None and binding.ref is not None and view.slots.is_free(binding.ref):
             return binding.ref
 
-    def cost(ref: SlotRef) -> tuple[bool, float]:
-        return view.sessions.occupant(ref) is not None, view.sessions.idle_since(ref)
-
-    return min(view.slots.free_slots(ask.model), key=cost, default=None)
+    oldest: SlotRef | None = None
+    for ref in view.slots.free_slots(ask.model):
+        if view.sessions.occupant(ref) is None:
+            return ref
+        oldest = oldest or ref
+    return oldest
 
 
 def _best_peer(view: View, ask: Ask, now: float, exclude: Collection[str], *, need_free: bool) -> str | None:

@@ -36,7 +36,6 @@ class SessionTable:
         self._limit = limit
         self._bindings: OrderedDict[SessionKey, Binding] = OrderedDict()
         self._occupant: dict[SlotRef, SessionKey] = {}
-        self._used_at: dict[SlotRef, float] = {}
 
     def __len__(self) -> int:
         return len(self._bindings)
@@ -47,13 +46,8 @@ class SessionTable:
     def occupant(self, ref: SlotRef) -> SessionKey | None:
         return self._occupant.get(ref)
 
-    def idle_since(self, ref: SlotRef) -> float:
-        """When the slot was last taken, on the caller's clock; -1 for a slot never used."""
-        return self._used_at.get(ref, -1.0)
-
-    def taken(self, ref: SlotRef, key: SessionKey | None, now: float) -> None:
+    def taken(self, ref: SlotRef, key: SessionKey | None) -> None:
         """A turn starts in the slot: whatever another session had there is gone."""
-        self._used_at[ref] = now
         before = self._occupant.get(ref)
         if before is not None and before != key:
             self._forget_slot(ref)
@@ -80,8 +74,6 @@ class SessionTable:
         """Nothing is held in the slots of this backend any more."""
         for ref in [r for r in self._occupant if r.backend == backend]:
             self._forget_slot(ref)
-        for ref in [r for r in self._used_at if r.backend == backend]:
-            del self._used_at[ref]
 
     def emptied(self, ref: SlotRef) -> None:
         """The slot holds nothing we know of any more (a failed restore empties it)."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRef:
+class SlotRef(NamedTuple):
     """One slot of one backend."""
 
     backend: str
@@ -27,6 +28,14 @@ class _Backend:
     routable: bool
     leases: dict[int, int] = field(default_factory=dict)  # slot -> lease number
     extra: set[int] = field(default_factory=set)  # leases on slots that no longer exist
+    idle: dict[int, SlotRef] = field(
+        default_factory=dict
+    )  # slots without a lease, the one idle longest first
+
+    @property
+    def room(self) -> int:
+        """How many more leases fit. One on a vanished slot still occupies the engine."""
+        return self.n_slots - len(self.leases) - len(self.extra)
 
 
 class SlotTable:
@@ -42,14 +51,14 @@ class SlotTable:
         """Add a backend or take over its new facts; leases survive a restart of the engine until they are
         released.
         """
-        known = self._backends.get(backend)
-        if known is None:
-            self._backends[backend] = _Backend(model, url, n_slots, routable)
-            return
+        known = self._backends.setdefault(backend, _Backend(model, url, 0, routable))
         known.model, known.url, known.routable = model, url, routable
-        if n_slots < known.n_slots:
-            for slot in [s for s in known.leases if s >= n_slots]:
+        for slot in range(n_slots, known.n_slots):
+            if slot in known.leases:
                 known.extra.add(known.leases.pop(slot))
+            known.idle.pop(slot, None)
+        for slot in range(known.n_slots, n_slots):
+            known.idle[slot] = SlotRef(backend, slot)
         known.n_slots = n_slots
 
     def remove_backend(self, backend: str) -> None:
@@ -65,17 +74,12 @@ class SlotTable:
         return any(b.model == model for b in self._backends.values())
 
     def free_slots(self, model: str) -> Iterator[SlotRef]:
-        """Slots of routable backends of the model that nobody holds."""
-        for name, backend in self._backends.items():
-            if backend.model == model and backend.routable:
-                # A lease on a vanished slot still occupies the engine: it takes room, whichever slot it is.
-                room = backend.n_slots - len(backend.leases) - len(backend.extra)
-                for slot in range(backend.n_slots):
-                    if room <= 0:
-                        break
-                    if slot not in backend.leases:
-                        room -= 1
-                        yield SlotRef(name, slot)
+        """Slots nobody holds: of the backend with most room first, and of each the one idle longest first."""
+        having = [b for b in self._backends.values() if b.model == model and b.routable and b.room > 0]
+        if len(having) > 1:
+            having.sort(key=lambda backend: -backend.room)
+        for backend in having:
+            yield from islice(backend.idle.values(), backend.room)
 
     def is_routable(self, ref: SlotRef) -> bool:
         """Does the slot exist and take requests, now or when its holder is done?"""
@@ -86,7 +90,7 @@ class SlotTable:
         if not self.is_routable(ref):
             return False
         backend = self._backends[ref.backend]
-        return ref.slot not in backend.leases and len(backend.leases) + len(backend.extra) < backend.n_slots
+        return ref.slot in backend.idle and backend.room > 0
 
     def in_flight(self, backend: str) -> int:
         """Leases open on a backend."""
@@ -112,7 +116,9 @@ class SlotTable:
         if not self.is_free(ref):
             raise ValueError(f"slot {ref.slot} of {ref.backend} is not free")
         self._next += 1
-        self._backends[ref.backend].leases[ref.slot] = self._next
+        backend = self._backends[ref.backend]
+        backend.leases[ref.slot] = self._next
+        del backend.idle[ref.slot]
         self._where[self._next] = ref
         return self._next
 
@@ -124,5 +130,6 @@ class SlotTable:
         backend = self._backends[ref.backend]
         if backend.leases.get(ref.slot) == lease:
             del backend.leases[ref.slot]
+            backend.idle[ref.slot] = ref
         backend.extra.discard(lease)
         return ref

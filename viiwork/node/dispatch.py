@@ -176,7 +176,7 @@ class Dispatcher:
                 lease = self.slots.lease(ref)
                 key = (ask.session, ask.model) if ask.session is not None else None
                 expected = self._expected(key, ref)
-                self.sessions.taken(ref, key, now)
+                self.sessions.taken(ref, key)
                 grant = Grant(ask, self._me, self.slots.url(ref.backend), ref.backend, lease=lease)
                 grant.slot = ref.slot
                 grant.expected_tokens = expected
