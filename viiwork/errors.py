@@ -215,7 +215,7 @@ class DuplicateName(MeshError):
 
 
 class PortTaken(MeshError):
-    """The gossip port is in use; the message names port, protocol and, where known, the owner."""
+    """A port of the node is in use; the message names port, protocol and, where known, the owner."""
 
     code = "port_taken"
 

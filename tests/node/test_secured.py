@@ -41,7 +41,7 @@ async def test_a_secured_mesh_forwards_and_moves_sessions_and_lets_no_other_secr
             await node.until_sees(http, "small", 2)
         assert (await chat(http, a, [{"role": "user", "content": "hi"}], model="only-b"))["node"] == "b"
 
-        messages, session = opening(), uuid.uuid4().hex
+        messages, session = opening(400), uuid.uuid4().hex
         first = await chat(http, a, messages, session)
         await until_received(http, b, 0)
         sent = [t for t in (await a.status(http))["kv_share"]["last"] if t["what"] == "send"]

@@ -30,7 +30,7 @@ from viiwork.cli.demo_nodes import (
     stop,
     wait_until_ready,
 )
-from viiwork.errors import KvError
+from viiwork.errors import KvError, UsageError
 from viiwork.host.demo_model import SIZE_MIB, ensure_demo_model
 
 N_LINES = 125  # about 2,500 prompt tokens
@@ -62,6 +62,8 @@ class Step:
 
 
 async def tell(args: argparse.Namespace, console: Console) -> int:
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
     if args.model is None:
         with console.status(f"the demo model (SmolLM2-135M, {SIZE_MIB} MiB): looking, else downloading"):
             model = await asyncio.to_thread(ensure_demo_model)
@@ -69,7 +71,8 @@ async def tell(args: argparse.Namespace, console: Console) -> int:
         model = args.model.resolve()
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # SIGHUP too: a closed terminal must not leave nodes behind.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stopped.set)
     with tempfile.TemporaryDirectory(prefix="viiwork-demo-") as folder:
         nodes = plan_nodes(Path(folder), model)

@@ -50,9 +50,6 @@ class PeerTable:
         peer.refused_at = {m: at for m, at in peer.refused_at.items() if at >= report.requested_at}
 
     # -- questions -----------------------------------------------------------------------------------
-    def nodes(self) -> Iterator[str]:
-        return iter(self._peers)
-
     def url(self, node: str) -> str:
         return self._peers[node].url
 

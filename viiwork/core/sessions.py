@@ -89,10 +89,10 @@ class SessionTable:
                 else:
                     self._bindings[key] = replace(binding, node="")
 
-    def next_generation(self, key: SessionKey, wall_ms: int, seen: int = 0) -> int:
-        """A generation newer than this session's last one, than `seen`, and than the wall clock."""
+    def next_generation(self, key: SessionKey, wall_ms: int) -> int:
+        """A generation newer than this session's last one, and never behind the wall clock."""
         known = self._bindings.get(key)
-        return max(wall_ms, seen + 1, known.generation + 1 if known else 0)
+        return max(wall_ms, known.generation + 1 if known else 0)
 
     def _forget_slot(self, ref: SlotRef) -> None:
         key = self._occupant.pop(ref)

@@ -104,9 +104,6 @@ class Supervisor:
     def views(self) -> list[BackendView]:
         return [backend.view() for backend in self._backends.values()]
 
-    def view(self, backend_id: str) -> BackendView:
-        return self._backends[backend_id].view()
-
     def hard_failure(self, backend_id: str, why: str) -> None:
         """The inference path was refused, reset or cut: probe now, and one failed probe is then enough."""
         self._backends[backend_id].feed(ev.HardFailure(why))

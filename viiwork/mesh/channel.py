@@ -17,8 +17,8 @@ from viiwork.limits import (
 )
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.values import host_port
+from viiwork.wire.channel import PROTOCOL
 
-PROTOCOL = "viiwork-kv/1"
 _READ_BYTES = 4096
 
 

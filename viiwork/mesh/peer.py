@@ -51,7 +51,7 @@ class PeerClient:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """For forwards: no total deadline, connect bounded, bodies as they come. Do not close it."""
+        """No total deadline, connect bounded, bodies as they come. Do not close it."""
         if self._session is None:
             raise RuntimeError("the peer client is not started")
         return self._session

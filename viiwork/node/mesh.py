@@ -78,8 +78,13 @@ class NodeMesh:
         """Say goodbye and close; the poller ends too."""
         if self._rejoiner is not None:
             await self._rejoiner.stop()
-        membership, self._membership = self._membership, None
-        await asyncio.gather(self._poller.stop(), membership.stop() if membership else asyncio.sleep(0))
+        try:
+            # Known until the end: a forward that comes meanwhile must still be told from a client's request.
+            await asyncio.gather(
+                self._poller.stop(), self._membership.stop() if self._membership else asyncio.sleep(0)
+            )
+        finally:
+            self._membership = None
 
     def members(self) -> list[Member]:
         return self._membership.members() if self._membership is not None else []

@@ -7,6 +7,7 @@ import logging
 import secrets
 import signal
 import socket
+from contextlib import AsyncExitStack
 from functools import partial
 
 import aiohttp
@@ -46,7 +47,7 @@ class Node:
         self.name = loaded.config.node.name or socket.gethostname()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()  # a second signal: wait for nothing
-        self._fatal: MeshError | None = None
+        self._failed = False
 
     async def run(self) -> int:
         """Serve until SIGTERM, SIGINT or a fatal error; the answer is the exit code."""
@@ -59,24 +60,33 @@ class Node:
 
     async def _serve(self, folders: Folders) -> int:
         self._build(folders)
-        await self._peer_client.start()
-        try:
+        async with AsyncExitStack() as ending:
+            # Run from the last to the first, each whatever becomes of the others, also when the start fails.
+            ending.push_async_callback(self._engine_http.close)
+            await self._peer_client.start()
+            ending.push_async_callback(self._peer_client.stop)
+            ending.push_async_callback(self._supervisor.stop, ENGINES_STOP_S)
+            ending.push_async_callback(self._kv.stop)
+            ending.push_async_callback(self._stop_api)
             api_socket = self._bind_api()
             host, port = await self._api.listen("", 0, sock=api_socket)
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
             facts = await asyncio.to_thread(machine_facts, self._config)
             await self._supervisor.start(facts, partial(card_pids, facts.vendor))
+            ending.push_async_callback(self._drain)
+            ending.push_async_callback(self._mesh.leave)
             tasks = [
                 asyncio.create_task(self._join_mesh(), name="mesh"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
             ]
+            for task in tasks:
+                task.add_done_callback(self._task_ended)
+                ending.push_async_callback(_cancel, task)
             await self._stopping.wait()
-            await self._stop(tasks)
-        finally:
-            await self._peer_client.stop()
-            await self._engine_http.close()
-        return 1 if self._fatal is not None else 0
+            log.info("node.stopping grace_s=%.0f", self._config.health.respawn_grace)
+        log.info("node.stopped")
+        return 1 if self._failed else 0
 
     # -- building ------------------------------------------------------------------------------------
     def _build(self, folders: Folders) -> None:
@@ -179,15 +189,22 @@ class Node:
         self._kv.worker_restarted()
 
     def _on_fatal(self, error: MeshError) -> None:
-        log.error("%s", error)
-        self._fatal = error
+        self._failed = True  # and membership has said why
         self._stopping.set()
 
     async def _join_mesh(self) -> None:
         try:
             await self._mesh.start()
         except MeshError as error:
+            log.error("%s", error)
             self._on_fatal(error)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A node half of which stands still would be worse than one that is started again."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("node.failed in its task %s", task.get_name(), exc_info=error)
+            self._failed = True
+            self._stopping.set()
 
     # -- ending --------------------------------------------------------------------------------------
     def _catch_signals(self) -> None:
@@ -202,24 +219,23 @@ class Node:
             self._hurry.set()
         self._stopping.set()
 
-    async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Leave, drain, then end the engines."""
-        grace_s = self._config.health.respawn_grace
-        log.info("node.stopping grace_s=%.0f", grace_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._mesh.leave()
+    async def _drain(self) -> None:
+        """Take no more requests, and let those under way end."""
         self._dispatcher.drain()
         self._api.stop_accepting()
         idle, hurry = (
             asyncio.ensure_future(self._dispatcher.idle()),
             asyncio.ensure_future(self._hurry.wait()),
         )
+        grace_s = self._config.health.respawn_grace
         await asyncio.wait((idle, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         hurry.cancel()
+
+    async def _stop_api(self) -> None:
         await self._api.stop(0.0 if self._hurry.is_set() else 1.0)
-        await self._kv.stop()
-        await self._supervisor.stop(ENGINES_STOP_S)
-        log.info("node.stopped")
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

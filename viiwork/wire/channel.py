@@ -22,7 +22,7 @@ from viiwork.limits import KV_CHUNK_MAX_BYTES, KV_MESSAGE_MAX_BYTES
 PROTOCOL = "viiwork-kv/1"  # value of the Upgrade header
 VERSION = 1
 KEY_CONTEXT = "viiwork kv channel v1"
-KEY_BYTES = PROOF_BYTES = 32
+PROOF_BYTES = 32
 TAG_BYTES = 16
 NAME_MAX_BYTES = 255
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from viiwork.errors import RequestError
+from viiwork.limits import MODEL_NAME_MAX_BYTES
 
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32,64}\Z")]
 
@@ -15,7 +16,7 @@ class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Enough for the peer to say no before a byte of the state travels."""
 
     session: _Hex  # hashed session key
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=MODEL_NAME_MAX_BYTES)]
     generation: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     n_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     model_fp: _Hex

@@ -26,8 +26,6 @@ SIGNER = "X-Viiwork-Node"
 TIMESTAMP = "X-Viiwork-Ts"
 NONCE = "X-Viiwork-Nonce"
 AUTH = "X-Viiwork-Auth"
-# Stripped from a request right after verification: neither engines nor further peers see them.
-MESH_HEADERS = frozenset(h.lower() for h in (FORWARDED, SIGNER, TIMESTAMP, NONCE, AUTH))
 
 NONCE_BYTES = 16
 _SCHEME = "v1"
