@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from viiwork.core.stalls import Running, StallWatch
+
+
+def watch_idle_since(at: float) -> StallWatch:
+    watch = StallWatch(10.0)
+    watch.reported("m/0", 0, at)
+    return watch
+
+
+def request(since: float = 0.0, answered: bool = False, backend: str = "m/0") -> Running:
+    return Running("r", backend, since, answered)
+
+
+def test_an_unanswered_request_on_an_idle_engine_is_lost_after_the_limit():
+    watch = watch_idle_since(1.0)
+    assert watch.lost([request()], 10.9) == []
+    assert watch.lost([request()], 11.0) == ["r"]
+
+
+def test_a_younger_request_is_given_its_time():
+    assert watch_idle_since(0.0).lost([request(since=5.0)], 14.0) == []
+
+
+def test_an_answered_request_is_never_lost_however_slowly_its_client_reads():
+    assert watch_idle_since(0.0).lost([request(answered=True)], 1000.0) == []
+
+
+def test_an_engine_that_works_or_does_not_say_starts_the_clock_anew():
+    for busy in (1, None):
+        watch = watch_idle_since(0.0)
+        watch.reported("m/0", busy, 9.0)
+        assert watch.lost([request()], 20.0) == []
+        watch.reported("m/0", 0, 12.0)
+        assert watch.lost([request()], 21.0) == []
+        assert watch.lost([request()], 22.0) == ["r"]
+
+
+def test_another_backends_idleness_is_no_sign():
+    assert watch_idle_since(0.0).lost([request(backend="m/1")], 100.0) == []
