@@ -83,6 +83,7 @@ class FakeOrigins:
 
     name: str
     word: str = "sesame"
+    source_ip: str = ""
 
     def forwarded_by(
         self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
