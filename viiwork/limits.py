@@ -20,6 +20,7 @@ HEADERS_MAX = 128  # header lines of one message
 MODEL_NAME_MAX_CHARS = 1024  # no engine has a longer one; error messages repeat it
 SSE_LINE_MAX_BYTES = 256 * KIB  # the scanner's memory per stream; 256 streams with huge events are 64 MiB
 SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the end
+ANSWER_HEAD_MAX_BYTES = 64 * KIB  # of an engine or peer; one is held per exchange
 ANSWER_TAIL_BYTES = 256 * KIB  # kept of a non-streamed answer to read its token counts; as above
 CONNECT_S = 3.0  # to an engine or a peer; one lost SYN is resent after 1 s
 ROUTE_ATTEMPTS_MAX = 16  # routes tried for one request; the dispatcher normally ends it long before
