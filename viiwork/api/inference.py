@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
+import random
 import re
 import time
 from functools import lru_cache
@@ -48,6 +48,7 @@ from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
 
 log = logging.getLogger("viiwork.api")
 
+_ID = re.compile("[0-9a-f]{16}")
 REQUEST_HEADER = "X-Viiwork-Request"
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
@@ -86,6 +87,7 @@ class Inference:
         self._bodies_max_bytes = bodies_max_bytes
         self._body_silence_s = body_silence_s
         self._bodies_bytes = 0
+        self._ids = random.Random()  # names, not secrets
         self._running: dict[str, _Run] = {}
 
     def abandon(self, request_id: str, why: str) -> bool:
@@ -159,7 +161,7 @@ class Inference:
         )
         wanted = peek(path, headers, body)
         ask = Ask(
-            request_id=_request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
+            request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
             session=wanted.session,
             kv_share=wanted.kv_share,
@@ -182,6 +184,10 @@ class Inference:
                 failure = failed
                 exclude.append(grant.node)
         raise _told(AllRoutesRefused("every route refused the request"), failure)
+
+    def _request_id(self, told: str) -> str:
+        """The id its entry node gave a forward, so that both logs tell of one request; else a new one."""
+        return told if told and _ID.fullmatch(told) else f"{self._ids.getrandbits(64):016x}"
 
     async def _run(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
@@ -348,11 +354,6 @@ def query_of(request: web.BaseRequest) -> str:
     """The query as it was sent, with its question mark; "" without one."""
     _, mark, query = request.raw_path.partition("#")[0].partition("?")
     return mark + query if query else ""
-
-
-def _request_id(told: str) -> str:
-    """The id its entry node gave a forward, so that both logs tell of the same request; else a new one."""
-    return told if re.fullmatch("[0-9a-f]{16}", told) else os.urandom(8).hex()
 
 
 def _is_peer_fault(answer: Connection) -> bool:
