@@ -17,6 +17,7 @@ WRITE_STALL_S = 120.0  # a client that takes no byte for this long is gone; hold
 CONNECTIONS_MAX = 2048  # of clients and peers; about 20 KiB each when idle, 40 MiB
 HEADER_FIELD_MAX_BYTES = 16 * KIB  # one header line or the request line; with HEADERS_MAX 2 MiB a head
 HEADERS_MAX = 128  # header lines of one message
+NAMES_REMEMBERED = 256  # header names judged before, of each direction; of 16 KiB each 8 MiB
 MODEL_NAME_MAX_CHARS = 1024  # no engine has a longer one; error messages repeat it
 SSE_LINE_MAX_BYTES = 256 * KIB  # the scanner's memory per stream; 256 streams with huge events are 64 MiB
 SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the end

@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
     async def read_head(self) -> None:
         """Wait for the facts of the answer's head."""
         while not self.head.head_seen:
-            await self._wait()
+            await self._next()
 
     def take(self) -> bytes:
         """What came of the body since the last time."""
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
     async def read(self) -> bytes:
         """The next bytes of the body; b"" only at its end. Raises `OSError` where it broke off."""
         while not self._pieces and not self.head.done:
-            await self._wait()
+            await self._next()
         return self.take()
 
     def fail(self, error: OSError) -> None:
@@ -153,18 +153,16 @@ class Connection(asyncio.Protocol):
             and transport.get_write_buffer_size() == 0  # it answered before it had read everything
         )
 
-    async def _wait(self) -> None:
+    def _next(self) -> asyncio.Future[None]:
+        """Done when there is more to see. Raises the fault that ended the answer."""
         if self._fault is not None:
             raise self._fault
         self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # a reader that was cancelled is done
             waiter.set_result(None)
 
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_parser import HttpRequestParser
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import ERROR, PayloadAccessError, RequestHandler, _ErrInfo
@@ -34,6 +35,38 @@ _BODY_GONE = PayloadAccessError()
 READ_BYTES = 256 * KIB  # of a body are read ahead, at most twice this
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class ClientRequest(web.BaseRequest):
+    """A request whose facts are plain fields: aiohttp computes each of them on each use."""
+
+    __slots__ = (
+        "content",
+        "headers",
+        "keep_alive",
+        "method",
+        "raw_headers",
+        "raw_path",
+        "version",
+    )
+
+    def __init__(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(message, payload, protocol, writer, task, loop)
+        self.content = payload
+        self.headers = message.headers
+        self.keep_alive = not message.should_close
+        self.method = message.method
+        self.raw_headers = message.raw_headers
+        self.raw_path = message.path
+        self.version = message.version
 
 
 class ClientConnection(RequestHandler):
@@ -154,6 +187,24 @@ class ClientConnection(RequestHandler):
             if self.transport is not None:
                 self.transport.close()
 
+    async def _handle_request(
+        self, request: web.BaseRequest, start_time: float | None, request_handler: Any
+    ) -> tuple[web.StreamResponse, bool]:
+        """Run a handler, which raises nothing but that it was cancelled or that the client left."""
+        self._request_in_progress = True
+        self._current_request = request
+        try:
+            answer = await request_handler(request)
+            self._current_request = None
+            if self._upgraded or type(answer) is not Sent:
+                return await self.finish_response(request, answer, start_time)
+            return answer, False
+        finally:
+            self._current_request = None
+            self._request_in_progress = False
+            if self._handler_waiter is not None:
+                self._handler_waiter.set_result(None)
+
     async def _linger(self, payload: StreamReader) -> None:
         """Read the rest of a body away for a while, so that the client sees its answer and not a reset."""
         try:
@@ -238,9 +289,19 @@ class ClientServer(web.Server):
     def __init__(
         self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S
     ) -> None:
-        super().__init__(cast(Any, handler), handler_cancellation=True)
+        super().__init__(cast(Any, handler), request_factory=self._request, handler_cancellation=True)
         self._header_read_s = header_read_s
         self._idle_s = idle_s
+
+    def _request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> ClientRequest:
+        return ClientRequest(message, payload, protocol, writer, task, self._loop)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
