@@ -116,6 +116,9 @@ class ApiServer:
 
     def _route(self, raw_path: str) -> tuple[str, tuple[str, ...], _Handler]:
         """Canonical path, allowed methods and handler of a request target."""
+        route = self._routes.get(raw_path)
+        if route is not None:
+            return raw_path, *route
         path = raw_path.partition("#")[0].partition("?")[0]
         if not path.startswith("/"):
             path = _path_of_absolute(path)
@@ -130,17 +133,9 @@ class ApiServer:
         return path, *route
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Route, and turn every error into an answer; nothing of ours reaches the client but its kind."""
         self._n_running += 1
         self._idle.clear()
-        try:
-            return await self._guarded(request)
-        finally:
-            self._n_running -= 1
-            if not self._n_running:
-                self._idle.set()
-
-    async def _guarded(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Route, and turn every error into an answer; nothing of ours reaches the client but its kind."""
         headers: dict[str, str] = {}
         try:
             path, methods, handler = self._route(request.raw_path)
@@ -155,6 +150,10 @@ class ApiServer:
         except Exception:
             log.exception("api.failed %s %s", request.method, request.raw_path[:200])
             answer = error_answer(ViiworkError("internal error"))
+        finally:
+            self._n_running -= 1
+            if not self._n_running:
+                self._idle.set()
         if not request.content.is_eof() or cast(ClientConnection, request.protocol).broken:
             answer.force_close()  # the rest of the body is not worth reading
         return answer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
+from viiwork.limits import NAMES_REMEMBERED
 from viiwork.wire.openai import KV_SHARE_HEADER
 
 RawHeaders = tuple[tuple[bytes, bytes], ...]
@@ -26,6 +28,7 @@ HOP_BY_HOP = frozenset(
 # uncompressed, which the scanner can read.
 _OWN_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"accept-encoding"}
 _OWN_ANSWER = HOP_BY_HOP | {b"content-length"}
+_NONE: frozenset[bytes] = frozenset()
 _VIIWORK = b"x-viiwork-"
 _CORS = b"access-control-"
 _KV_SHARE = KV_SHARE_HEADER.lower().encode()
@@ -45,13 +48,8 @@ def request_head(
     dropped = _named_by_connection(raw)
     lines = [f"{method} {path_qs} HTTP/1.1\r\nHost: {host}\r\n".encode("utf-8", "surrogateescape")]
     for name, value in raw:
-        low = name.lower()
-        if low in _OWN_REQUEST or low in dropped or low.startswith(_CORS):
-            continue
-        # What the mesh says about a request is ours to say; only this wish of the client travels on.
-        if low.startswith(_VIIWORK) and not (peer and low == _KV_SHARE):
-            continue
-        lines.append(b"%b: %b\r\n" % (name, value))
+        if _goes_up(name, peer) and not (dropped and name.lower() in dropped):
+            lines.append(b"%b: %b\r\n" % (name, value))
     for key, text in extra.items():
         lines.append(f"{key}: {text}\r\n".encode("latin-1"))
     lines.append(b"Content-Length: %d\r\n\r\n" % body_bytes)
@@ -63,12 +61,9 @@ def answer_headers(raw: RawHeaders, *, peer: bool) -> list[bytes]:
     dropped = _named_by_connection(raw)
     lines = []
     for name, value in raw:
-        low = name.lower()
-        if low in _OWN_ANSWER or low in dropped or low.startswith(_CORS):
+        if not _goes_down(name, peer) or (dropped and name.lower() in dropped):
             continue
-        if low.startswith(_VIIWORK) or (low == b"x-gpu-backend" and not peer):
-            continue
-        if low == b"vary":
+        if len(name) == 4 and name.lower() == b"vary":
             value = b", ".join(part for part in _list(value) if part.lower() != b"origin")
             if not value:
                 continue
@@ -94,13 +89,32 @@ def safe_value(text: str) -> str:
     )
 
 
+@lru_cache(maxsize=NAMES_REMEMBERED)
+def _goes_up(name: bytes, peer: bool) -> bool:
+    """Whether a client's header may go to an engine, or to a peer."""
+    low = name.lower()
+    if low in _OWN_REQUEST or low.startswith(_CORS):
+        return False
+    # What the mesh says about a request is ours to say; only this wish of the client travels on.
+    return not low.startswith(_VIIWORK) or (peer and low == _KV_SHARE)
+
+
+@lru_cache(maxsize=NAMES_REMEMBERED)
+def _goes_down(name: bytes, peer: bool) -> bool:
+    """Whether a header of an engine's answer, or of a peer's, may go to the client."""
+    low = name.lower()
+    if low in _OWN_ANSWER or low.startswith((_CORS, _VIIWORK)):
+        return False
+    return peer or low != b"x-gpu-backend"
+
+
 def _named_by_connection(raw: RawHeaders) -> frozenset[bytes]:
     """Headers that `Connection` declares to be for one hop only."""
-    names: set[bytes] = set()
+    named = _NONE
     for name, value in raw:
         if len(name) == 10 and name.lower() == b"connection":
-            names.update(part.lower() for part in _list(value))
-    return frozenset(names)
+            named |= {part.lower() for part in _list(value)}
+    return named
 
 
 def _list(value: bytes) -> Iterable[bytes]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
+import random
 import re
 import time
 from functools import lru_cache
 from typing import NoReturn, cast
 
 from aiohttp import web
-from aiohttp.client_exceptions import ClientError
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_writer import HttpVersion11
 from yarl import URL
 
+from viiwork.api.connection import Address, Connection
 from viiwork.api.headers import header, request_head, safe_value
 from viiwork.api.ports import Dispatcher, Origins
 from viiwork.api.relay import Passed, cut, relay
 from viiwork.api.server import ClientConnection, Sent
-from viiwork.api.upstream import Address, Answer, Upstreams
+from viiwork.api.upstream import Upstreams
 from viiwork.core.turn import Ask, Grant, Outcome, Result
 from viiwork.errors import (
     AllRoutesRefused,
@@ -49,6 +48,7 @@ from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
 
 log = logging.getLogger("viiwork.api")
 
+_ID = re.compile("[0-9a-f]{16}")
 REQUEST_HEADER = "X-Viiwork-Request"
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
@@ -87,6 +87,7 @@ class Inference:
         self._bodies_max_bytes = bodies_max_bytes
         self._body_silence_s = body_silence_s
         self._bodies_bytes = 0
+        self._ids = random.Random()  # names, not secrets
         self._running: dict[str, _Run] = {}
 
     def abandon(self, request_id: str, why: str) -> bool:
@@ -160,7 +161,7 @@ class Inference:
         )
         wanted = peek(path, headers, body)
         ask = Ask(
-            request_id=_request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
+            request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
             session=wanted.session,
             kv_share=wanted.kv_share,
@@ -184,20 +185,24 @@ class Inference:
                 exclude.append(grant.node)
         raise _told(AllRoutesRefused("every route refused the request"), failure)
 
+    def _request_id(self, told: str) -> str:
+        """The id its entry node gave a forward, so that both logs tell of one request; else a new one."""
+        return told if told and _ID.fullmatch(told) else f"{self._ids.getrandbits(64):016x}"
+
     async def _run(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
     ) -> web.StreamResponse:
         """Run the request where it was granted; the grant is given back on every way out."""
         started = time.monotonic()
         passed = Passed()
-        answer: Answer | None = None
+        answer: Connection | None = None
         status = 0
         run = _Run()
         self._running[grant.ask.request_id] = run
         try:
             async with run.before_answer:
                 answer = await self._send(request, path_qs, body, wanted, grant)
-            status = answer.status
+            status = answer.head.status
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
@@ -247,7 +252,7 @@ class Inference:
 
     async def _send(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
-    ) -> Answer:
+    ) -> Connection:
         address, host = _place(grant.url)
         proof: dict[str, str] = {}
         if grant.is_forward:
@@ -269,17 +274,17 @@ class Inference:
         )
         return await self._upstreams.exchange(address, head, body)
 
-    async def _refused(self, answer: Answer) -> NoReturn:
+    async def _refused(self, answer: Connection) -> NoReturn:
         """Read a refusal away, so that its connection can be used again, and try the next route."""
         n_bytes = 0
         try:
             async with asyncio.timeout(REFUSAL_DRAIN_S):
-                while not answer.body.at_eof() and n_bytes < REFUSAL_DRAIN_BYTES:
-                    n_bytes += len(await answer.body.readany())
-        except (TimeoutError, OSError, ClientError, HttpProcessingError):
+                while not answer.at_end and n_bytes < REFUSAL_DRAIN_BYTES:
+                    n_bytes += len(await answer.read())
+        except OSError:
             log.debug("a refusal's body was cut short")
-        result: Result = "refused" if answer.status in _REFUSALS else "unreachable"
-        raise _RouteFailed(result, answer.status, f"answered {answer.status}")
+        result: Result = "refused" if answer.head.status in _REFUSALS else "unreachable"
+        raise _RouteFailed(result, answer.head.status, f"answered {answer.head.status}")
 
     def _said(self, grant: Grant) -> list[bytes]:
         """Our own header lines of an answer."""
@@ -306,14 +311,14 @@ class _Run:
 
     def __init__(self) -> None:
         self.before_answer = asyncio.timeout(None)
-        self.answer: Answer | None = None
+        self.answer: Connection | None = None
         self.why = ""
 
     def stop(self, why: str) -> None:
         self.why = why
         if self.answer is not None:
-            self.answer.connection.abort()
-            self.answer.body.set_exception(ConnectionAbortedError(why))
+            self.answer.abort()
+            self.answer.fail(ConnectionAbortedError(why))
         elif not self.before_answer.expired():
             self.before_answer.reschedule(0.0)
 
@@ -351,13 +356,8 @@ def query_of(request: web.BaseRequest) -> str:
     return mark + query if query else ""
 
 
-def _request_id(told: str) -> str:
-    """The id its entry node gave a forward, so that both logs tell of the same request; else a new one."""
-    return told if re.fullmatch("[0-9a-f]{16}", told) else os.urandom(8).hex()
-
-
-def _is_peer_fault(answer: Answer) -> bool:
-    return answer.status in _PEER_FAULTS and not header(answer.head.raw_headers, b"x-viiwork-node")
+def _is_peer_fault(answer: Connection) -> bool:
+    return answer.head.status in _PEER_FAULTS and not header(answer.head.headers, b"x-viiwork-node")
 
 
 def _told(error: ViiworkError, failure: _RouteFailed | None) -> ViiworkError:

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
-from aiohttp.client_exceptions import ClientError
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_writer import HttpVersion11
-from aiohttp.streams import StreamReader
 
-from viiwork.api.headers import RawHeaders, answer_headers, header
-from viiwork.api.upstream import Answer
+from viiwork.api.connection import Connection
+from viiwork.api.headers import answer_headers, header
 from viiwork.core.turn import Result, Usage
 from viiwork.limits import ANSWER_TAIL_BYTES, WRITE_STALL_S
 from viiwork.wire.openai import error_body
@@ -25,7 +22,7 @@ from viiwork.wire.sse import StreamScanner, usage_of_body, usage_of_tail
 
 log = logging.getLogger("viiwork.api")
 
-_NO_BODY = frozenset((204, 205, 304))
+_NO_BODY = frozenset((204, 304))
 
 
 @dataclass(slots=True)
@@ -41,7 +38,7 @@ class Passed:
 
 
 async def relay(
-    request: web.BaseRequest, answer: Answer, extra: list[bytes], path: str, passed: Passed, *, peer: bool
+    request: web.BaseRequest, answer: Connection, extra: list[bytes], path: str, passed: Passed, *, peer: bool
 ) -> None:
     """Send `answer` to the client and tell in `passed` how far it came.
 
@@ -49,14 +46,14 @@ async def relay(
     is left to the caller: read to its end exactly when `passed.result` is "done".
     """
     head = answer.head
-    raw: RawHeaders = head.raw_headers
+    raw = head.headers
     http11 = request.version >= HttpVersion11
     length = b"" if head.chunked else header(raw, b"content-length")
-    has_body = answer.status not in _NO_BODY
+    has_body = head.status not in _NO_BODY
     chunked = has_body and not length and http11
     keep_alive = request.keep_alive and (http11 or bool(length) or not has_body)
     lines = [
-        f"HTTP/1.{1 if http11 else 0} {answer.status} {head.reason}\r\n".encode("utf-8", "surrogateescape"),
+        b"HTTP/1.%d %d %b\r\n" % (http11, head.status, head.reason),
         *answer_headers(raw, peer=peer),
         *extra,
     ]
@@ -72,23 +69,22 @@ async def relay(
     streamed = header(raw, b"content-type").lower().startswith(b"text/event-stream")
     writer = _Writer(request, b"".join(lines), chunked, passed)
     watch: StreamScanner | _BodyWatch = StreamScanner() if streamed else _BodyWatch()
-    body = answer.body
     whole = False
     try:
-        chunk = body.read_nowait()
+        chunk = answer.take()
         while True:
             if chunk:
                 watch.feed(chunk)
                 if passed.first_content_at is None and watch.content_seen:
                     passed.first_content_at = time.monotonic()
-            if body.at_eof():
+            if answer.at_end:
                 writer.end(chunk)
                 whole = True
                 break
             writer.write(chunk)  # also without a piece at first: the head must not wait for the body
             await writer.drain()
-            chunk = await body.readany()
-    except (ClientError, HttpProcessingError, OSError) as error:
+            chunk = await answer.read()
+    except OSError as error:
         if writer.client_left:
             passed.result, passed.detail = "client_gone", "the client left"
         elif isinstance(error, TimeoutError):
@@ -96,7 +92,7 @@ async def relay(
             cut(request, reset=True)
         else:
             passed.detail = f"{error or type(error).__name__}".partition("\n")[0]
-            _break_off(request, writer, watch, body, path, passed, framed=chunked or bool(length))
+            _break_off(request, writer, watch, path, passed, framed=chunked or bool(length))
     finally:
         passed.usage = watch.usage
     if whole:
@@ -107,7 +103,6 @@ def _break_off(
     request: web.BaseRequest,
     writer: _Writer,
     watch: StreamScanner | _BodyWatch,
-    body: StreamReader,
     path: str,
     passed: Passed,
     *,
@@ -115,10 +110,6 @@ def _break_off(
 ) -> None:
     """The upstream broke in its body: the client must not take what it has for the whole."""
     try:
-        rest = body._read_nowait(-1)  # came before the break; the public readers only repeat the error
-        if rest:
-            watch.feed(rest)
-            writer.write(rest)
         if isinstance(watch, StreamScanner):
             if watch.finished:
                 passed.result = "done"

@@ -10,8 +10,11 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_parser import HttpRequestParser
-from aiohttp.web_protocol import RequestHandler, _ErrInfo
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from aiohttp.http_writer import StreamWriter
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import ERROR, PayloadAccessError, RequestHandler, _ErrInfo
 
 from viiwork.errors import RequestError, ViiworkError
 from viiwork.limits import (
@@ -28,9 +31,42 @@ from viiwork.wire.openai import error_body
 
 log = logging.getLogger("viiwork.api")
 
+_BODY_GONE = PayloadAccessError()
 READ_BYTES = 256 * KIB  # of a body are read ahead, at most twice this
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class ClientRequest(web.BaseRequest):
+    """A request whose facts are plain fields: aiohttp computes each of them on each use."""
+
+    __slots__ = (
+        "content",
+        "headers",
+        "keep_alive",
+        "method",
+        "raw_headers",
+        "raw_path",
+        "version",
+    )
+
+    def __init__(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(message, payload, protocol, writer, task, loop)
+        self.content = payload
+        self.headers = message.headers
+        self.keep_alive = not message.should_close
+        self.method = message.method
+        self.raw_headers = message.raw_headers
+        self.raw_path = message.path
+        self.version = message.version
 
 
 class ClientConnection(RequestHandler):
@@ -44,6 +80,7 @@ class ClientConnection(RequestHandler):
         self.half_closed = False
         self.lost = False
         self.broken = False  # the request being read lost its framing
+        self._held = False  # reading from the socket is paused
         # One message at a time: the parser forgets what it has read when a later request of the same
         # packet is broken, and those before it would go unanswered.
         self._max_msg_queue_size = 1
@@ -92,6 +129,101 @@ class ClientConnection(RequestHandler):
                 # The parser leaves a half-read body to wait for ever.
                 self.broken = True
                 request.content.feed_eof()
+
+    async def start(self) -> None:
+        """Answer one request after the other.
+
+        Does what aiohttp does, but runs the handler in this task and not in one of its own, which
+        would cost two more rounds of the loop for each request.
+        """
+        manager, make_request, handler = self._manager, self._request_factory, self._request_handler
+        if manager is None or make_request is None or handler is None:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        while not self._force_close:
+            if not self._messages:
+                self._waiter = self._loop.create_future()
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = None
+            message, payload = self._messages.popleft()
+            if self._parser is not None:
+                self._parser.message_consumed()
+            if self._buffer_paused and not self._messages:
+                self._resume_reading_if_drained()
+            answering = handler
+            if isinstance(message, _ErrInfo):
+                answering, message = self._make_error_handler(message), ERROR
+            request = make_request(message, payload, self, StreamWriter(self, self._loop), task)
+            try:
+                answer, left = await self._handle_request(request, None, answering)
+                if left:
+                    break
+                self._keepalive = bool(answer.keep_alive)
+                if not payload.is_eof():
+                    await self._linger(payload)
+                payload.set_exception(_BODY_GONE)
+            except asyncio.CancelledError:
+                self.force_close()
+                raise
+            except ConnectionError:
+                break
+            except Exception:
+                log.exception("api.failed outside a handler")
+                self.force_close()
+            finally:
+                request._task = cast(Any, None)  # a cycle with this task otherwise
+            if not self._keepalive or self._close or self._force_close:
+                break
+            self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+            if self._keepalive_handle is None:
+                self._keepalive_handle = self._loop.call_at(
+                    self._next_keepalive_close_time, self._process_keepalive
+                )
+        if not self._force_close:
+            self._task_handler = None
+            if self.transport is not None:
+                self.transport.close()
+
+    async def _handle_request(
+        self, request: web.BaseRequest, start_time: float | None, request_handler: Any
+    ) -> tuple[web.StreamResponse, bool]:
+        """Run a handler, which raises nothing but that it was cancelled or that the client left."""
+        self._request_in_progress = True
+        self._current_request = request
+        try:
+            answer = await request_handler(request)
+            self._current_request = None
+            if self._upgraded or type(answer) is not Sent:
+                return await self.finish_response(request, answer, start_time)
+            return answer, False
+        finally:
+            self._current_request = None
+            self._request_in_progress = False
+            if self._handler_waiter is not None:
+                self._handler_waiter.set_result(None)
+
+    async def _linger(self, payload: StreamReader) -> None:
+        """Read the rest of a body away for a while, so that the client sees its answer and not a reset."""
+        try:
+            async with asyncio.timeout(self._lingering_time):
+                while not payload.is_eof():
+                    await payload.readany()
+        except TimeoutError:
+            self.close()
+
+    def _pause_transport_reading(self) -> None:
+        # A lone message that is taken before the next read needs no pause.
+        if self._reading_paused or self._waiter is None:
+            self._held = True
+            super()._pause_transport_reading()
+
+    def _resume_transport_reading(self) -> None:
+        if self._held:
+            self._held = False
+            super()._resume_transport_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """Called for every piece read; without a pause before it the parser has nothing left."""
@@ -157,9 +289,19 @@ class ClientServer(web.Server):
     def __init__(
         self, handler: Handler, *, header_read_s: float = HEADER_READ_S, idle_s: float = IDLE_S
     ) -> None:
-        super().__init__(cast(Any, handler), handler_cancellation=True)
+        super().__init__(cast(Any, handler), request_factory=self._request, handler_cancellation=True)
         self._header_read_s = header_read_s
         self._idle_s = idle_s
+
+    def _request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> ClientRequest:
+        return ClientRequest(message, payload, protocol, writer, task, self._loop)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)

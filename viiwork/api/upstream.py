@@ -1,120 +1,13 @@
-"""Connections to engines and peers: one request out, the head of its answer and a body to read.
-
-aiohttp's client protocol and parser without its session: the relay writes its own head, must know
-whether a connection was a kept-alive one, and whether the other side can have seen a request that a
-closing connection swallowed.
-"""
+"""The pool of connections to engines and peers."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import socket
-import sys
-import termios
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, cast
 
-from aiohttp.client_exceptions import ClientError
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.helpers import TimerNoop
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.http_parser import RawResponseMessage
-from aiohttp.streams import StreamReader
-
+from viiwork.api.connection import Address, Connection
 from viiwork.errors import UpstreamError, UpstreamUnreachable
-from viiwork.limits import (
-    CONNECT_S,
-    HEADER_FIELD_MAX_BYTES,
-    HEADERS_MAX,
-    KIB,
-    PEER_DEAD_S,
-    UPSTREAM_IDLE_MAX,
-    UPSTREAM_IDLE_S,
-)
-
-_READ_BYTES = 64 * KIB  # the body reader pauses the socket at twice this
-AT_ONCE_S = 0.02  # an engine needs longer to take a request, run it and fail
-_SO_NWRITE = 0x1024  # macOS: bytes in the send buffer the other side has not acknowledged
-
-
-class Address(NamedTuple):
-    """Where a connection goes to, and which of our addresses it comes from ("" = any)."""
-
-    host: str
-    port: int
-    source_ip: str = ""
-
-
-class Connection(ResponseHandler):
-    """One socket to an upstream; `spare` after an answer was read to its end."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: Address) -> None:
-        super().__init__(loop)
-        self.address = address
-        self.used = False  # has carried an exchange before this one
-        self.idle_since = 0.0
-        self.sent_at = 0.0
-        self.unseen = False  # it closed, and has not read what was sent last
-        self.on_lost: Callable[[Connection], None] | None = None  # while idle in the pool
-
-    def eof_received(self) -> None:
-        transport = self.transport
-        if transport is not None:
-            self.unseen = _unconfirmed(transport)
-        super().eof_received()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        transport = self.transport
-        if isinstance(exc, ConnectionError) and transport is not None:
-            # A reset at once says that the bytes lay unread when the other side closed.
-            at_once = self._loop.time() - self.sent_at < AT_ONCE_S
-            self.unseen = at_once or _unconfirmed(transport)
-        super().connection_lost(exc)
-        if self.on_lost is not None:
-            self.on_lost(self)
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Called for every piece read; without a pause before it the parser has nothing left."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
-
-    def start(self) -> None:
-        """Make ready for the next answer."""
-        self.unseen = False
-        self.set_response_params(
-            timer=TimerNoop(),
-            read_until_eof=True,
-            auto_decompress=False,
-            read_bufsize=_READ_BYTES,
-            max_line_size=HEADER_FIELD_MAX_BYTES,
-            max_field_size=HEADER_FIELD_MAX_BYTES,
-            max_headers=HEADERS_MAX,
-        )
-
-    @property
-    def reusable(self) -> bool:
-        transport = self.transport
-        return (
-            transport is not None
-            and not transport.is_closing()
-            and not self.should_close
-            and transport.get_write_buffer_size() == 0  # it answered before it had read everything
-        )
-
-
-@dataclass(slots=True)
-class Answer:
-    """Head of an answer, and its body to be read to the end or closed."""
-
-    head: RawResponseMessage
-    body: StreamReader
-    connection: Connection
-
-    @property
-    def status(self) -> int:
-        return self.head.code
+from viiwork.limits import CONNECT_S, PEER_DEAD_S, UPSTREAM_IDLE_MAX, UPSTREAM_IDLE_S
 
 
 class Upstreams:
@@ -128,7 +21,7 @@ class Upstreams:
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def exchange(self, address: Address, head: bytes, body: bytes) -> Answer:
+    async def exchange(self, address: Address, head: bytes, body: bytes) -> Connection:
         """Send one request and wait, without limit, for the head of its answer.
 
         Raises `UpstreamUnreachable` when there is no connection or it broke before the head, and
@@ -137,20 +30,15 @@ class Upstreams:
         """
         loop = asyncio.get_running_loop()
         connection = self._take(address, loop.time())
-        if connection is None:
-            connection = await self._connect(address, loop)
-        elif (answer := await self._try(connection, head, body)) is not None:
-            return answer
-        else:
-            connection = await self._connect(address, loop)
-        answer = await self._try(connection, head, body)
-        if answer is None:
+        if connection is not None and await self._try(connection, head, body):
+            return connection
+        connection = await self._connect(address, loop)
+        if not await self._try(connection, head, body):
             raise UpstreamUnreachable(f"{_text(address)} closed the connection unread")
-        return answer
+        return connection
 
-    def give_back(self, answer: Answer) -> None:
+    def give_back(self, connection: Connection) -> None:
         """Keep the connection when its answer was read to the end, else close it."""
-        connection = answer.connection
         if self._closed or not connection.reusable or self._n_idle >= UPSTREAM_IDLE_MAX:
             connection.abort()
             return
@@ -172,33 +60,27 @@ class Upstreams:
             for connection in list(connections):
                 self._drop(connection)
 
-    async def _try(self, connection: Connection, head: bytes, body: bytes) -> Answer | None:
-        """One exchange; None when a used connection closed before its request was seen."""
+    async def _try(self, connection: Connection, head: bytes, body: bytes) -> bool:
+        """One exchange up to the answer's head; False when a used connection closed before its request
+        was seen."""
         reused, connection.used = connection.used, True
-        transport = cast(asyncio.Transport, connection.transport)
         try:
-            connection.start()
-            connection.sent_at = asyncio.get_running_loop().time()
-            transport.write(head + body if len(body) <= _READ_BYTES else head)
-            if len(body) > _READ_BYTES:
-                transport.write(body)
-            while True:
-                message, payload = await connection.read()
-                if message.code >= 200:
-                    return Answer(message, payload, connection)
-                if message.code == 101:
-                    raise UpstreamError(f"{_text(connection.address)} switches protocols unasked")
-        except HttpProcessingError as error:
+            connection.send(head, body)
+            await connection.read_head()
+        except OSError as error:
             connection.abort()
-            raise UpstreamError(f"the answer is not HTTP: {error.message}") from error
-        except (OSError, ClientError) as error:
-            connection.abort()
+            if connection.head.fault:
+                raise UpstreamError(str(error)) from None
             if reused and connection.unseen:
-                return None
+                return False
             raise UpstreamUnreachable(f"{_text(connection.address)} broke off before its answer") from error
         except BaseException:
             connection.abort()  # cancelled: only a closed socket stops the other side's work
             raise
+        if connection.head.status == 101:
+            connection.abort()
+            raise UpstreamError(f"{_text(connection.address)} switches protocols unasked")
+        return True
 
     async def _connect(self, address: Address, loop: asyncio.AbstractEventLoop) -> Connection:
         try:
@@ -257,19 +139,6 @@ class Upstreams:
 def _text(address: Address) -> str:
     host, port, _ = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _unconfirmed(transport: asyncio.Transport) -> bool:
-    """Whether bytes were sent that not even the other side's kernel has taken; False if nobody can say."""
-    if transport.get_write_buffer_size():
-        return True
-    sock = transport.get_extra_info("socket")
-    try:
-        if sys.platform == "darwin":
-            return bool(sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE))
-        return fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4)
-    except (OSError, ValueError):
-        return False
 
 
 def _notice_dead_peer(transport: asyncio.Transport) -> None:
