@@ -143,6 +143,8 @@ KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shorte
 KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
 # -- node ------------------------------------------------------------------------------------------
+STALL_S = 10.0  # a request unanswered on an idle engine for so long is lost: ten polls are no accident
+STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
 KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder

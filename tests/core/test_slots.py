@@ -59,15 +59,6 @@ def test_a_backend_restarted_with_fewer_slots_counts_the_leases_of_the_vanished_
     assert list(slots.free_slots("m")) == [SlotRef("m/0", 0)]
 
 
-def test_a_removed_backend_takes_its_leases_along():
-    slots = table()
-    lease = slots.lease(SlotRef("m/0", 0))
-    slots.remove_backend("m/0")
-    assert slots.open_leases == 0
-    assert slots.release(lease) is None
-    assert not slots.serves("m")
-
-
 @given(st.lists(st.tuples(st.sampled_from(["lease", "release", "resize"]), st.integers(0, 5)), max_size=60))
 def test_free_and_in_flight_never_leave_their_bounds(steps):
     slots, open_leases, n_slots = table(n_slots=3), [], 3

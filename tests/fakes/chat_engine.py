@@ -1,9 +1,8 @@
-"""A stand-in for llama-server that answers chats: takes its command line, and does what a request's body
-says.
+"""A stand-in for llama-server that answers chats: takes its command line, does what a request's body says.
 
-`hold_s` in the body delays the answer, `max_tokens` chunks of a stream come 10 ms apart. `GET /seen` tells
-how many chats came in. With CHAT_ENGINE_LIES=1 it reports its busy slots up to two seconds late, and now and
-then more of them than it has.
+`hold_s` in the body delays the answer, `max_tokens` chunks of a stream come 10 ms apart. `GET /seen` lists
+the chats that came in. With CHAT_ENGINE_LIES=1 it reports its busy slots up to two seconds late, and now and then
+more of them than it has. A question named in CHAT_ENGINE_LOSES is taken and never begun: its slot stays idle.
 """
 
 import asyncio
@@ -62,6 +61,8 @@ class Engine:
         body = await request.json()
         slot = body.get("id_slot", -1)
         self.seen.append(body["messages"][-1]["content"])
+        if self.seen[-1] == os.environ.get("CHAT_ENGINE_LOSES"):
+            await asyncio.Event().wait()
         if slot in self.busy:
             return web.json_response({"error": {"message": f"slot {slot} runs two requests"}}, status=500)
         self.busy.add(slot)

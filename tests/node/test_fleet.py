@@ -224,6 +224,21 @@ async def test_a_hung_peer_does_not_touch_requests_for_others(
     await c.until_idle(http)
 
 
+async def test_a_request_its_engine_lost_is_given_up_and_the_engine_is_replaced(
+    fleet: Any, http: aiohttp.ClientSession, tmp_path: Path
+):
+    """A's engine answers every probe, takes completions and never begins the one called lost."""
+    model = fake_model(tmp_path, "m", 2)
+    (a,) = await fleet("queue_timeout: 1s", {"CHAT_ENGINE_LOSES": "lost"}, a=model)
+    answers = await asyncio.gather(ask(http, a, question("lost")), ask(http, a, question("lost")))
+    assert all(status >= 500 or status == 429 for status in answers), "nobody waits for ever"
+    await a.until(http, "given up", lambda s: s["models"][0]["backends"][0]["respawns"] > 0, 20)
+    await a.until_healthy(http)
+    assert await ask(http, a, question("other")) == 200
+    await a.until_idle(http)
+    assert "Traceback" not in a.log
+
+
 async def _give_up(http: aiohttp.ClientSession, node: NodeProcess, body: dict[str, Any]) -> int:
     async with http.post(f"{node.api}/v1/chat/completions", json=body) as response:
         return response.status

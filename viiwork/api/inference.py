@@ -202,6 +202,7 @@ class Inference:
         try:
             async with run.before_answer:
                 answer = await self._send(request, path_qs, body, wanted, grant)
+            grant.answered = True
             status = answer.head.status
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from viiwork.core.peers import PeerTable
 from viiwork.core.sessions import SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
@@ -17,36 +19,31 @@ from viiwork.core.turn import Ask
 from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel, ViiworkError
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+class Local(Struct, frozen=True):
     """Run here, in this slot."""
 
     ref: SlotRef
 
 
-@dataclass(frozen=True, slots=True)
-class LocalUnslotted:
+class LocalUnslotted(Struct, frozen=True):
     """Run here, on this backend, without a slot."""
 
     backend: str
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(Struct, frozen=True):
     """Hand the request to this peer."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """The model exists and nobody has room; `served` says whether anybody healthy serves it at all."""
 
     served: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Struct, frozen=True):
     """Answer with this error now."""
 
     error: type[ViiworkError]

@@ -43,6 +43,7 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._backends: dict[str, _Backend] = {}
+        self._of_model: dict[str, list[_Backend]] = {}
         self._where: dict[int, SlotRef] = {}
         self._next = 0
 
@@ -51,8 +52,11 @@ class SlotTable:
         """Add a backend or take over its new facts; leases survive a restart of the engine until they are
         released.
         """
-        known = self._backends.setdefault(backend, _Backend(model, url, 0, routable))
-        known.model, known.url, known.routable = model, url, routable
+        known = self._backends.get(backend)
+        if known is None:
+            known = self._backends[backend] = _Backend(model, url, 0, routable)
+            self._of_model.setdefault(model, []).append(known)
+        known.url, known.routable = url, routable
         for slot in range(n_slots, known.n_slots):
             if slot in known.leases:
                 known.extra.add(known.leases.pop(slot))
@@ -61,21 +65,14 @@ class SlotTable:
             known.idle[slot] = SlotRef(backend, slot)
         known.n_slots = n_slots
 
-    def remove_backend(self, backend: str) -> None:
-        """Forget a backend; its open leases become no-ops."""
-        gone = self._backends.pop(backend, None)
-        if gone is not None:
-            for lease in (*gone.leases.values(), *gone.extra):
-                self._where.pop(lease, None)
-
     # -- questions -----------------------------------------------------------------------------------
     def serves(self, model: str) -> bool:
         """Is the model configured here, healthy or not?"""
-        return any(b.model == model for b in self._backends.values())
+        return model in self._of_model
 
     def free_slots(self, model: str) -> Iterator[SlotRef]:
         """Slots nobody holds: of the backend with most room first, and of each the one idle longest first."""
-        having = [b for b in self._backends.values() if b.model == model and b.routable and b.room > 0]
+        having = [b for b in self._of_model.get(model, ()) if b.routable and b.room > 0]
         if len(having) > 1:
             having.sort(key=lambda backend: -backend.room)
         for backend in having:
@@ -123,7 +120,7 @@ class SlotTable:
         return self._next
 
     def release(self, lease: int) -> SlotRef | None:
-        """Give a lease back; None when it was given back before or its backend is gone."""
+        """Give a lease back; None when it was given back before."""
         ref = self._where.pop(lease, None)
         if ref is None:
             return None

@@ -16,8 +16,9 @@ from viiwork.config.model import RoutingSection
 from viiwork.core.peers import PeerTable
 from viiwork.core.queue import Waiter, WaitQueue
 from viiwork.core.router import Decision, Forward, Local, LocalUnslotted, Refuse, View, Wait, choose
-from viiwork.core.sessions import Binding, SessionKey, SessionTable
+from viiwork.core.sessions import Binding, SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
+from viiwork.core.stalls import Running
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AllRoutesRefused, QueueTimeout, ShuttingDown
 from viiwork.limits import RETRIED_REQUESTS_MAX
@@ -57,6 +58,7 @@ class Dispatcher:
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
         self._waited_s: OrderedDict[str, float] = OrderedDict()  # of requests that may be tried again
         self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
+        self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -66,7 +68,7 @@ class Dispatcher:
     # -- api.ports.Dispatcher ------------------------------------------------------------------------
     async def acquire(self, ask: Ask, exclude: Collection[str] = ()) -> Grant:
         """See `api.ports.Dispatcher.acquire`."""
-        waited_s = await self._until_saved(ask)
+        waited_s = await self._until_saved(ask) if ask.session is not None and self._saving else 0.0
         if self._draining:
             raise ShuttingDown(f"{self._me} is shutting down")
         if exclude and ask.forwarded_by is not None:
@@ -120,6 +122,11 @@ class Dispatcher:
         lease = self.slots.lease(ref)
         self._saving[lease] = ref, asyncio.Event()
         return lease
+
+    def running(self) -> Iterator[Running]:
+        """The requests in slots of this node."""
+        for grant, since in self._in_slots.values():
+            yield Running(grant.ask.request_id, grant.backend, since, grant.answered)
 
     def give_back(self, lease: int) -> None:
         """End such a lease; once."""
@@ -175,11 +182,10 @@ class Dispatcher:
             case Local(ref):
                 lease = self.slots.lease(ref)
                 key = (ask.session, ask.model) if ask.session is not None else None
-                expected = self._expected(key, ref)
                 self.sessions.taken(ref, key)
-                grant = Grant(ask, self._me, self.slots.url(ref.backend), ref.backend, lease=lease)
-                grant.slot = ref.slot
-                grant.expected_tokens = expected
+                url = self.slots.url(ref.backend)
+                grant = Grant(ask, self._me, url, ref.backend, ref.slot, lease=lease)
+                self._in_slots[lease] = grant, now
             case LocalUnslotted(backend):
                 grant = Grant(ask, self._me, self.slots.url(backend), backend)
             case Forward(node):
@@ -206,12 +212,6 @@ class Dispatcher:
         since = self._clock()
         await saved.wait()
         return self._clock() - since
-
-    def _expected(self, key: SessionKey | None, ref: SlotRef) -> int:
-        if key is None or self.sessions.occupant(ref) != key:
-            return 0
-        binding = self.sessions.get(key)
-        return binding.n_tokens if binding is not None else 0
 
     async def _wait(self, ask: Ask, decision: Wait) -> Grant:
         now = self._clock()
@@ -257,6 +257,7 @@ class Dispatcher:
         return None
 
     def _finish_local(self, grant: Grant, outcome: Outcome) -> Binding | None:
+        self._in_slots.pop(grant.lease, None)
         ref = self.slots.release(grant.lease) if grant.lease else None
         if ref is None or outcome.result != "done" or outcome.status != 200:
             return None

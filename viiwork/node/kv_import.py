@@ -85,7 +85,6 @@ class Importer:
             reason = error.reason if isinstance(error, KvError) else _reason_of(error)
             self._failed(grant, replica, ref, reason, str(error) or reason)
             return
-        grant.expected_tokens = replica.n_tokens
         binding = Binding(self._me, ref, replica.n_tokens, replica.generation)
         self._dispatcher.sessions.ran_here(key, binding)
         self._imports[grant.lease] = _Import(replica)
@@ -172,7 +171,6 @@ class Importer:
         log.warning("kv_share.not_imported session=%s model=%s: %s", *_short(replica), message)
         self._imports[grant.lease] = _Import(replica, failed=reason)
         # Whatever the slot held may be gone: a failed restore empties it.
-        grant.expected_tokens = 0
         self._dispatcher.sessions.emptied(ref)
         # The turn now runs without it; restored later, it would replace the newer state that leaves behind.
         self._forget(replica)

@@ -7,6 +7,7 @@ import logging
 import secrets
 import signal
 import socket
+import time
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -15,6 +16,7 @@ import aiohttp
 from viiwork.api.app import ApiServer
 from viiwork.config.load import LoadedConfig
 from viiwork.core.sessions import Binding
+from viiwork.core.stalls import StallWatch
 from viiwork.core.turn import Grant, Outcome
 from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView, Supervisor
@@ -22,7 +24,7 @@ from viiwork.errors import MeshError, PortTaken
 from viiwork.host.gpus import card_pids
 from viiwork.host.network import port_owner
 from viiwork.kv.client import KvWorker
-from viiwork.limits import ENGINES_STOP_S
+from viiwork.limits import ENGINES_STOP_S, STALL_LOOK_S, STALL_S
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.node.dispatch import Dispatcher
@@ -79,6 +81,7 @@ class Node:
             tasks = [
                 asyncio.create_task(self._join_mesh(), name="mesh"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
+                asyncio.create_task(self._watch_stalls(), name="stalls"),
             ]
             for task in tasks:
                 task.add_done_callback(self._task_ended)
@@ -94,7 +97,10 @@ class Node:
         keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
         hidden = frozenset((config.mesh.secret_env, config.mesh.secret_prev_env))
         self._engine_http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+            # llama.cpp closes idle connections after 5 s; a POST must not meet a closed one.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
         )
         self._dispatcher = Dispatcher(
             self.name, config.routing, prepare=self._prepare, on_end=self._turn_ended
@@ -170,6 +176,17 @@ class Node:
                 case "unreachable" | "broken":
                     self._supervisor.hard_failure(grant.backend, outcome.detail or outcome.result)
         self._kv.turn_ended(grant, outcome, binding)
+
+    async def _watch_stalls(self) -> None:
+        """Give up requests an engine has lost, so that they run elsewhere and the engine is replaced."""
+        watch = StallWatch(STALL_S)
+        while True:
+            await asyncio.sleep(STALL_LOOK_S)
+            now = time.monotonic()
+            for view in self._supervisor.views():
+                watch.reported(view.id, view.busy, now)
+            for request_id in watch.lost(self._dispatcher.running(), now):
+                self._api.inference.abandon(request_id, "its engine reports all slots idle")
 
     def _backend_changed(self, view: BackendView) -> None:
         if self._epochs.get(view.id) != view.epoch:
