@@ -1,6 +1,7 @@
 """What a relay adds: latency at concurrency 1, requests a second at 16, memory and time to listening.
 
-    python bench/relay/run.py [--seconds 3] [--rounds 3] [--targets direct,nginx,relay,node] [--json FILE]
+    python bench/relay/run.py [--seconds 3] [--rounds 3] [--json FILE]
+                              [--targets direct,nginx,aiohttp,relay,node]
 
 Client, relay and backend share the machine's cores, as they do on a small node. Rounds visit the
 targets in turn, so that a busy moment of the machine does not fall on one of them alone; the best
@@ -169,7 +170,8 @@ def run(targets: list[str], rounds: int, seconds: int) -> dict[str, Figures]:
             elif name == "node":
                 command = node_command(folder, backend, ports[name])
             else:
-                command = [sys.executable, str(HERE / "static_node.py"), "--port", str(ports[name])]
+                program = "aiohttp_relay.py" if name == "aiohttp" else "static_node.py"
+                command = [sys.executable, str(HERE / program), "--port", str(ports[name])]
                 command += ["--backend", f"http://127.0.0.1:{engine_port}"]
             process, results[name].listening_s = stack.enter_context(running(command, ports[name]))
             pids[name] = process.pid
@@ -207,7 +209,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--targets", default="direct,nginx,relay,node")
+    parser.add_argument("--targets", default="direct,nginx,aiohttp,relay,node")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     figures = run(args.targets.split(","), args.rounds, args.seconds)

@@ -1,8 +1,8 @@
 """A stand-in for llama-server that answers chats: takes its command line, does what a request's body says.
 
 `hold_s` in the body delays the answer, `max_tokens` chunks of a stream come 10 ms apart. `GET /seen` lists
-the chats that came in. With CHAT_ENGINE_LIES=1 it reports its busy slots up to two seconds late, and now and then
-more of them than it has. A question named in CHAT_ENGINE_LOSES is taken and never begun: its slot stays idle.
+the chats that came in. With CHAT_ENGINE_LIES=1 it reports its busy slots up to two seconds late, and at times
+more of them than it has. A question named in CHAT_ENGINE_LOSES is taken and never begun.
 """
 
 import asyncio
