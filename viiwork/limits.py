@@ -146,6 +146,7 @@ KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 STALL_S = 10.0  # a request unanswered on an idle engine for so long is lost: ten polls are no accident
 STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
+KV_CLOCK_SKEW_MS = 86_400_000  # a generation further ahead would keep every later state of its session out
 KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
 KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
 KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from viiwork.core.addresses import is_private_path
 from viiwork.core.capacity import KvIdentity, ModelCapacity
 from viiwork.core.replicas import (
     Replica,
     ReplicaTable,
     is_newer,
     path_allowed,
-    path_is_private,
     targets,
     warmth,
 )
@@ -91,7 +91,7 @@ def test_a_replica_is_imported_only_when_newer_than_what_a_slot_holds():
 @pytest.mark.parametrize("addr", ["127.0.0.2", "::1", "100.100.1.2", "fd7a:115c:a1e0::5", "::ffff:127.0.0.1"])
 def test_loopback_and_tailnet_are_always_allowed(addr):
     assert path_allowed(addr, secured=False, open_lan=False) == ""
-    assert path_is_private(addr)
+    assert is_private_path(addr)
 
 
 @pytest.mark.parametrize("addr", ["192.168.1.5", "100.128.0.1", "8.8.8.8", "fe80::1%eth0", "::ffff:10.0.0.1"])
@@ -99,7 +99,7 @@ def test_other_addresses_need_a_secret_or_the_operators_word(addr):
     assert "kv_share.open" in path_allowed(addr, secured=False, open_lan=False)
     assert path_allowed(addr, secured=True, open_lan=False) == ""
     assert path_allowed(addr, secured=False, open_lan=True) == ""
-    assert not path_is_private(addr)
+    assert not is_private_path(addr)
 
 
 def test_warmth_follows_the_share_of_the_prompt_that_was_reused():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from viiwork.core.addresses import is_acceptable
 from viiwork.limits import LOG_KEYS_MAX, LOG_REPEAT_S, MESH_PROBLEM_KEPT_S, MESH_PROBLEMS_MAX
-from viiwork.mesh.addresses import is_acceptable
 from viiwork.mesh.admission import MeshIdentity, admit
 from viiwork.mesh.notices import Problems, Repeats, one_line
 from viiwork.mesh.values import Member, canonical_ip, host_port, split_host_port

@@ -87,6 +87,7 @@ def test_a_stranger_is_turned_away_before_its_offer_is_read():
         ({"state": "5:abc"}, "weights or state layout"),
         ({"state": "4:other-cache-type"}, "weights or state layout"),
         ({"n_tokens": 4096}, "do not fit"),
+        ({"generation": (1 << 63) - 1}, "future"),
     ],
 )
 def test_a_state_no_engine_here_could_restore_is_refused(offer: dict[str, Any], why: str):

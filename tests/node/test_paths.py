@@ -61,9 +61,11 @@ def test_nodes_with_different_state_dirs_do_not_meet(tmp_path: Path):
         folders.close()
 
 
-def test_with_kv_share_off_no_folder_is_made(tmp_path: Path):
+def test_with_kv_share_off_no_folder_is_made_and_an_earlier_runs_is_removed(tmp_path: Path):
+    first = open_folders(config(tmp_path, dir=str(tmp_path / "kv")))
+    first._lock.close()  # as after kill -9
     folders = open_folders(config(tmp_path, enabled=False, dir=str(tmp_path / "kv")))
-    assert folders.saves is None and not (tmp_path / "kv").exists()
+    assert folders.saves is None and list((tmp_path / "kv").iterdir()) == []
     folders.close()
 
 

@@ -15,10 +15,11 @@ from viiwork.api.admin import MODELS_PATH, Admin
 from viiwork.api.inference import Inference
 from viiwork.api.ports import Channels, Dispatcher, Facts, Origins
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
-from viiwork.api.upgrade import CHANNEL_PATH, Upgrade
+from viiwork.api.upgrade import Upgrade
 from viiwork.api.upstream import Upstreams
 from viiwork.errors import MethodNotAllowed, NotFound, ViiworkError
 from viiwork.limits import BODIES_MAX_BYTES, BODY_MAX_BYTES, BODY_SILENCE_S, HEADER_READ_S, IDLE_S
+from viiwork.wire.channel import CHANNEL_PATH
 from viiwork.wire.openai import INFERENCE_PATHS
 
 log = logging.getLogger("viiwork.api")

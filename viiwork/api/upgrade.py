@@ -14,9 +14,7 @@ from viiwork.api.ports import Channels
 from viiwork.api.server import Sent
 from viiwork.errors import BodyTimeout, RequestError
 from viiwork.limits import CHANNEL_OFFER_MAX_BYTES, CHANNEL_OFFER_S
-
-CHANNEL_PATH = "/v1/kv/channel"
-PROTOCOL = "viiwork-kv/1"
+from viiwork.wire.channel import PROTOCOL
 
 
 class Upgrade:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from viiwork.core.addresses import is_private_path
 from viiwork.core.affinity import rendezvous
 from viiwork.core.capacity import KvIdentity, ModelCapacity
 from viiwork.core.sessions import Binding, SessionKey
@@ -16,9 +16,6 @@ Warmth = Literal["warm", "partly", "cold"]
 
 WARM_SHARE = 0.90  # of the prompt taken from the imported state
 PARTLY_SHARE = 0.30
-
-_TAILNET_V4 = ipaddress.ip_network("100.64.0.0/10")
-_TAILNET_V6 = ipaddress.ip_network("fd7a:115c:a1e0::/48")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +102,9 @@ def path_allowed(addr: str, *, secured: bool, open_lan: bool) -> str:
     A secured mesh proves its peers. An open mesh shares over loopback and tailnet addresses, and over others
     only where `kv_share.open` says so.
     """
-    if secured or open_lan:
-        return ""
-    ip = ipaddress.ip_address(addr.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    if ip.is_loopback or ip in (_TAILNET_V4 if ip.version == 4 else _TAILNET_V6):
+    if secured or open_lan or is_private_path(addr):
         return ""
     return "the mesh has no secret and the address is not on a tailnet (kv_share.open would allow it)"
-
-
-def path_is_private(addr: str) -> bool:
-    """Is everything sent to this address unreadable for others already (loopback, or a tailnet's tunnel)?"""
-    return path_allowed(addr, secured=False, open_lan=False) == ""
 
 
 def warmth(cached: int | None, prompt: int | None) -> Warmth:

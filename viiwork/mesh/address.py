@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from viiwork.config.model import MeshSection
+from viiwork.core.addresses import is_loopback
 from viiwork.errors import NoOwnAddress
 from viiwork.limits import TAILSCALE_GIVE_UP_S, TAILSCALE_LOG_S, TAILSCALE_POLL_S
-from viiwork.mesh.addresses import is_loopback
 from viiwork.mesh.notices import Repeats
 from viiwork.mesh.tailscale import tailnet_self
 from viiwork.mesh.values import canonical_ip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from viiwork.core.addresses import Network, is_acceptable
 from viiwork.core.names import node_name_problem
-from viiwork.mesh.addresses import Network, is_acceptable
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.values import Member, MemberState, split_host_port
 

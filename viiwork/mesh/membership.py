@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import kinship
 
+from viiwork.core.addresses import is_loopback
 from viiwork.core.names import node_name_problem
 from viiwork.errors import DuplicateName, MeshError, NoOwnAddress, PortTaken
 from viiwork.limits import (
@@ -29,7 +30,6 @@ from viiwork.limits import (
     NAME_GRACE_S,
     PEER_CONNECT_S,
 )
-from viiwork.mesh.addresses import is_loopback
 from viiwork.mesh.admission import MeshIdentity, admit
 from viiwork.mesh.counters import UDP_LOOK_S, udp_loss, unread_packets
 from viiwork.mesh.kinship_log import route_kinship_log

@@ -12,9 +12,9 @@ import aiohttp
 from viiwork.limits import PEER_CONNECT_S, PEER_KEEPALIVE_S
 from viiwork.mesh.channel import RawChannel, open_raw_channel
 from viiwork.mesh.values import Member
+from viiwork.wire.channel import CHANNEL_PATH
 from viiwork.wire.signature import FORWARDED, NONCE_BYTES, SIGNER, sign
 
-CHANNEL_PATH = "/v1/kv/channel"
 _NO_DEADLINE = aiohttp.ClientTimeout(total=None, sock_connect=PEER_CONNECT_S)
 
 

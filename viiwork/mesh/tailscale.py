@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from viiwork.core.addresses import is_tailnet
 from viiwork.errors import NoOwnAddress
 from viiwork.limits import TAILSCALE_BODY_MAX_BYTES
-from viiwork.mesh.addresses import is_tailnet
 
 DEFAULT_SOCKET = "/var/run/tailscale/tailscaled.sock"
 _MAC_SOCKET = "/var/run/tailscaled.socket"

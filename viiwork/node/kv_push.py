@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from viiwork.config.model import KvShareSection
-from viiwork.core.replicas import path_allowed, path_is_private, targets
+from viiwork.core.addresses import is_private_path
+from viiwork.core.replicas import path_allowed, targets
 from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slots import SlotRef
 from viiwork.errors import KvError, ViiworkError
@@ -257,5 +258,5 @@ class Pusher:
 def must_encrypt(config: KvShareSection, addr: str) -> bool:
     """`kv_share.encrypt`; auto encrypts wherever the path itself does not keep the bytes private."""
     if config.encrypt == "auto":
-        return not path_is_private(addr)
+        return not is_private_path(addr)
     return config.encrypt == "on"

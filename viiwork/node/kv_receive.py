@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from viiwork.core.replicas import Replica, ReplicaTable, path_allowed
 from viiwork.errors import KvError, KvRefused
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveGrant
-from viiwork.limits import KV_RECEIVES_AT_ONCE
+from viiwork.limits import KV_CLOCK_SKEW_MS, KV_RECEIVES_AT_ONCE
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
@@ -79,6 +80,8 @@ class Receiver:
         own = layout.identity()
         if (own.model_fp, own.state) != (offer.model_fp, offer.state):
             raise KvRefused(f"weights or state layout of {offer.model!r} differ from this node's")
+        if offer.generation > time.time_ns() // 1_000_000 + KV_CLOCK_SKEW_MS:
+            raise KvRefused("the state's generation lies in the future: the clocks of the two nodes differ")
         if not own.fits(offer.n_tokens):
             raise KvRefused(f"{offer.n_tokens} tokens do not fit a slot of {own.n_ctx}")
         if self._has_newer(offer):

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -49,37 +48,37 @@ def open_folders(config: Config) -> Folders:
     except OSError as error:
         lock.close()
         raise StateDirError(f"another viiwork runs with node.state_dir {state}") from error
-    if not config.kv_share.enabled:
-        return Folders(state, run, None, None, lock, None)
+    private = private_folder(config, state)
     try:
-        private = _private_folder(config, state)
-    except StateDirError:
+        _clear(private)  # what an earlier run of this node left, whatever its config said
+        if not config.kv_share.enabled:
+            return Folders(state, run, None, None, lock, None)
+        private.parent.mkdir(parents=True, exist_ok=True)
+        private.mkdir(mode=0o700)
+    except (StateDirError, OSError) as error:
         lock.close()
+        if isinstance(error, OSError):
+            raise StateDirError(f"no folder for KV states: {private}: {error.strerror}") from error
         raise
     return Folders(state, run, private / "saves", private / "replicas", lock, private)
 
 
-def _private_folder(config: Config, state: Path) -> Path:
-    """An empty folder of this node alone for KV states: they are the conversations."""
+def private_folder(config: Config, state: Path) -> Path:
+    """Where KV states live: they are the conversations, so the folder is this node's alone."""
     # Named after the state folder, so that two nodes of one machine do not meet and a restart finds its own.
     name = "viiwork-" + hashlib.sha256(str(state.resolve()).encode()).hexdigest()[:16]
     if config.kv_share.dir:
-        folder = Path(config.kv_share.dir) / name
-    elif SHM.is_dir() and os.access(SHM, os.W_OK):
-        folder = SHM / name
-    else:
-        folder = state / "kv"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.is_symlink():
-            raise StateDirError(f"{folder} is a link; remove it or set kv_share.dir")
-        if folder.exists():
-            if folder.lstat().st_uid != os.getuid():
-                raise StateDirError(f"{folder} belongs to another user; remove it or set kv_share.dir")
-            shutil.rmtree(folder)  # what an earlier run of this node left
-        folder.mkdir(mode=0o700)
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise StateDirError(f"{folder} is not a folder")
-    except OSError as error:
-        raise StateDirError(f"no folder for KV states: {folder}: {error.strerror}") from error
-    return folder
+        return Path(config.kv_share.dir) / name
+    if SHM.is_dir() and os.access(SHM, os.W_OK):
+        return SHM / name
+    return state / "kv"
+
+
+def _clear(folder: Path) -> None:
+    """Remove the folder, unless somebody else put it there."""
+    if folder.is_symlink():
+        raise StateDirError(f"{folder} is a link; remove it or set kv_share.dir")
+    if folder.exists():
+        if folder.lstat().st_uid != os.getuid():
+            raise StateDirError(f"{folder} belongs to another user; remove it or set kv_share.dir")
+        shutil.rmtree(folder)

@@ -20,6 +20,7 @@ from viiwork.errors import ChannelError
 from viiwork.limits import KV_CHUNK_MAX_BYTES, KV_MESSAGE_MAX_BYTES
 
 PROTOCOL = "viiwork-kv/1"  # value of the Upgrade header
+CHANNEL_PATH = "/v1/kv/channel"
 VERSION = 1
 KEY_CONTEXT = "viiwork kv channel v1"
 PROOF_BYTES = 32

@@ -1,4 +1,4 @@
-"""Which addresses may belong to a member of an open mesh. Pure."""
+"""What kind an address is: whose a member of an open mesh may have, and on which nobody else listens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ Network = Literal["tailnet", "lan"]
 
 _LAN = tuple(ipaddress.ip_network(n) for n in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"))
 _TAILNET = (ipaddress.ip_network("100.64.0.0/10"),)
+_TAILNET_V6 = ipaddress.IPv6Network("fd7a:115c:a1e0::/48")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -38,6 +39,15 @@ def is_tailnet(addr: str) -> bool:
     except ValueError:
         return False
     return ip.version == 4 and ip in _TAILNET[0]
+
+
+def is_private_path(addr: str) -> bool:
+    """True if bytes to `addr` are unreadable for others already: loopback, or a tailnet's tunnel."""
+    try:
+        ip = _embedded(ipaddress.ip_address(addr.partition("%")[0]))
+    except ValueError:
+        return False
+    return ip.is_loopback or ip in (_TAILNET_V6 if isinstance(ip, ipaddress.IPv6Address) else _TAILNET[0])
 
 
 def is_loopback(addr: str) -> bool:
