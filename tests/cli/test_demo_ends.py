@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from viiwork.cli import demo
+from viiwork.cli import demo_story
 from viiwork.cli.main import main
 
 
@@ -16,18 +16,18 @@ def test_the_demo_takes_its_nodes_along_however_it_is_ended(
 ):
     running = set()
 
-    async def story(nodes: tuple[demo.DemoNode, ...], console: object) -> None:
+    async def story(nodes: tuple[demo_story.DemoNode, ...], console: object) -> None:
         assert len(running) == 2
         signal.raise_signal(number)
         await asyncio.Event().wait()
 
-    async def stop(nodes: tuple[demo.DemoNode, ...]) -> None:
+    async def stop(nodes: tuple[demo_story.DemoNode, ...]) -> None:
         running.difference_update(node.name for node in nodes)
 
-    monkeypatch.setattr(demo, "check_addresses", lambda nodes: None)
-    monkeypatch.setattr(demo, "start", lambda node: running.add(node.name))
-    monkeypatch.setattr(demo, "_story", story)
-    monkeypatch.setattr(demo, "stop", stop)
+    monkeypatch.setattr(demo_story, "check_addresses", lambda nodes: None)
+    monkeypatch.setattr(demo_story, "start", lambda node: running.add(node.name))
+    monkeypatch.setattr(demo_story, "_story", story)
+    monkeypatch.setattr(demo_story, "stop", stop)
     before = signal.getsignal(number)
     if number == signal.SIGHUP:
         signal.signal(number, lambda *_: None)  # its default would end the tests, not fail one

@@ -66,6 +66,7 @@ async def test_an_engine_killed_mid_stream_is_an_error_for_its_client_and_comes_
         os.kill(a.engine_pids()["small/0"], signal.SIGKILL)
         assert_not_complete(*await rest_of(response))
     await a.until_idle(http)
+    await a.until(http, "aware of it", lambda s: s["models"][0]["backends"][0]["respawns"] > 0, 10)
     await a.until_healthy(http)
     assert (await chat(http, a, [{"role": "user", "content": "hi"}]))["node"] == "a"
     assert "Traceback" not in a.log
