@@ -70,6 +70,7 @@ class Figures:
     plain_per_s: float = 0.0
     streamed_per_s: float = 0.0
     rss_mib: float = 0.0
+    all_pss_mib: float = 0.0
     listening_s: float = 0.0
 
 
@@ -126,15 +127,18 @@ def measure(port: int, figures: Figures, seconds: int) -> None:
         setattr(figures, f"{kind}_per_s", max(getattr(figures, f"{kind}_per_s"), rate))
 
 
-def rss_mib(pid: int) -> float:
-    """Resident memory of the process and its children, an engine excepted."""
+def memory_mib(pid: int) -> tuple[float, float]:
+    """Resident memory of the process, and what it and its children take of the machine, an engine excepted.
+
+    The second counts a page that several share once (PSS).
+    """
     process = psutil.Process(pid)
     ours = [p for p in [process, *process.children(recursive=True)] if p.name() != "engine"]
-    return sum(p.memory_info().rss for p in ours) / 2**20
+    return process.memory_info().rss / 2**20, sum(p.memory_full_info().pss for p in ours) / 2**20
 
 
 def node_command(folder: Path, backend: Path, port: int) -> list[str]:
-    """A node whose engine is a copy of the backend under the name `rss_mib` leaves out."""
+    """A node whose engine is a copy of the backend under the name `memory_mib` leaves out."""
     shutil.copy(backend, folder / "engine")
     (folder / "m.gguf").write_bytes(b"GGUF")
     config = folder / "node.yaml"
@@ -181,7 +185,7 @@ def run(targets: list[str], rounds: int, seconds: int) -> dict[str, Figures]:
             for name in targets:
                 measure(ports[name], results[name], seconds)
         for name, pid in pids.items():
-            results[name].rss_mib = rss_mib(pid)
+            results[name].rss_mib, results[name].all_pss_mib = memory_mib(pid)
         return results
 
 
@@ -189,7 +193,7 @@ def show(results: dict[str, Figures]) -> None:
     direct = results.get("direct")
     print(
         f"{'':8}{'p50 plain':>16}{'p50 streamed':>16}"
-        f"{'plain/s':>10}{'streamed/s':>12}{'MiB':>7}{'listening':>11}"
+        f"{'plain/s':>10}{'streamed/s':>12}{'MiB':>7}{'all MiB':>9}{'listening':>11}"
     )
     for name, f in results.items():
         cells = []
@@ -199,7 +203,7 @@ def show(results: dict[str, Figures]) -> None:
                 "" if direct is None or name == "direct" else f" (+{value - getattr(direct, attribute):.2f})"
             )
             cells.append(f"{value:.2f}{added} ms")
-        tail = "" if name == "direct" else f"{f.rss_mib:7.0f}{f.listening_s:9.2f} s"
+        tail = "" if name == "direct" else f"{f.rss_mib:7.0f}{f.all_pss_mib:9.0f}{f.listening_s:9.2f} s"
         print(f"{name:8}{cells[0]:>16}{cells[1]:>16}{f.plain_per_s:10.0f}{f.streamed_per_s:12.0f}{tail}")
 
 

@@ -11,7 +11,6 @@ from viiwork.config.model import MeshSection, TailnetSection
 from viiwork.errors import NoOwnAddress
 from viiwork.host import network
 from viiwork.host.network import (
-    own_addresses,
     parse_proc_ipv6_route,
     parse_proc_route,
     parse_route_get,
@@ -87,11 +86,6 @@ def test_ipv6_serves_when_there_is_no_ipv4_route(monkeypatch, tmp_path):
     assert network.default_route_address() == "fd00::9"
     monkeypatch.setattr(network, "_ROUTE6", tmp_path / "missing")
     assert network.default_route_address() is None
-
-
-def test_this_machine_knows_its_loopback_address():
-    assert "127.0.0.1" in own_addresses()
-    assert not any("%" in ip for ip in own_addresses())
 
 
 async def test_advertise_wins_and_a_loopback_one_lets_loopback_members_in():

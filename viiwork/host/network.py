@@ -32,11 +32,6 @@ def default_route_address() -> str | None:
     return None
 
 
-def own_addresses() -> frozenset[str]:
-    """Every IP address of this machine."""
-    return frozenset(ip for addresses in _interface_addresses().values() for ip in addresses)
-
-
 def port_owner(port: int, protocol: str) -> str | None:
     """Name and pid of the process that holds `port`/`protocol`; None if the system does not tell us."""
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
