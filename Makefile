@@ -31,10 +31,11 @@ bench: $(STAMP)
 	$(BIN)/python bench/kv/whole_state.py
 
 $(STAMP): $(SOURCES) | tools
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[embedded,dev]'
-	touch $@
+	@echo "setting up $(VENV): downloading and building takes a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --editable '.[embedded,dev]'
+	@touch $@
 
 tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -56,9 +56,9 @@ LENGTH = f"Content-Length: {len(BODY)}"
 async def test_the_model_is_found_whatever_the_content_type_says(api, engine, label):
     reply = await exchange(api, post(LENGTH, *label))
     assert reply.status == 200
-    assert [value for name, value in engine.requests[0].headers if name == "Content-Type"] == [
-        line.partition(": ")[2] for line in label if line.startswith("Content-Type")
-    ]
+    # The body was read as JSON, so the engine gets it as JSON: of a form it takes 1 MiB at most.
+    types = [value for name, value in engine.requests[0].headers if name == "Content-Type"]
+    assert types == ["application/json"]
 
 
 async def test_multipart_and_compressed_bodies_get_a_clear_refusal(api, engine):

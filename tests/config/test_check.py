@@ -163,6 +163,8 @@ def test_a_model_file_that_cannot_be_served_is_a_warning(tmp_path: Path, gguf: P
     assert problems(tmp_path, folder, engine) == [
         f"models[0].path: {folder} is a directory; name the model file in it"
     ]
+    junk = write(tmp_path / "junk.gguf", "#!/bin/sh")
+    assert problems(tmp_path, junk, engine) == [f"models[0].path: {junk} is not a GGUF file"]
     assert problems(tmp_path, socket, engine) == ["models[0].path: /dev/null is not a file"]
     assert problems(tmp_path, gguf / "below", engine) == [f"models[0].path: {gguf}/below: Not a directory"]
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import pytest
+
 from viiwork.core.stalls import Running, StallWatch
 
 
 def watch_idle_since(at: float) -> StallWatch:
     watch = StallWatch(10.0)
-    watch.reported("m/0", 0, at)
+    watch.looked("m/0", 0, 5.0, at - 1)
+    watch.looked("m/0", 0, 5.0, at)
     return watch
 
 
@@ -27,14 +30,16 @@ def test_an_answered_request_is_never_lost_however_slowly_its_client_reads():
     assert watch_idle_since(0.0).lost([request(answered=True)], 1000.0) == []
 
 
-def test_an_engine_that_works_or_does_not_say_starts_the_clock_anew():
-    for busy in (1, None):
-        watch = watch_idle_since(0.0)
-        watch.reported("m/0", busy, 9.0)
-        assert watch.lost([request()], 20.0) == []
-        watch.reported("m/0", 0, 12.0)
-        assert watch.lost([request()], 21.0) == []
-        assert watch.lost([request()], 22.0) == ["r"]
+@pytest.mark.parametrize(("busy", "cpu_s"), [(1, 5.0), (None, 5.0), (0, 10.0), (0, None)])
+def test_an_engine_that_works_or_does_not_say_starts_the_clock_anew(busy: int | None, cpu_s: float | None):
+    """A busy slot, or CPU time used up without one, as when a long prompt is tokenized."""
+    watch = watch_idle_since(0.0)
+    watch.looked("m/0", busy, cpu_s, 9.0)
+    assert watch.lost([request()], 20.0) == []
+    watch.looked("m/0", 0, 20.0, 12.0)
+    watch.looked("m/0", 0, 20.1, 13.0)
+    assert watch.lost([request()], 22.9) == []
+    assert watch.lost([request()], 23.0) == ["r"]
 
 
 def test_another_backends_idleness_is_no_sign():

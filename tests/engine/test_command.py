@@ -162,6 +162,9 @@ def test_directory_or_missing_file_is_refused(tmp_path: Path) -> None:
         command(tmp_path)
     with pytest.raises(EngineUsageError, match="no file"):
         command(tmp_path / "none.gguf")
+    (tmp_path / "junk.gguf").write_bytes(b"no model at all")
+    with pytest.raises(EngineUsageError, match="not a GGUF file"):
+        command(tmp_path / "junk.gguf")
 
 
 def test_embedded_engine_takes_every_argument_we_write(weights: Path) -> None:

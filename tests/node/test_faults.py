@@ -212,18 +212,29 @@ async def test_a_killed_node_leaves_no_engine_no_worker_and_starts_again_at_once
 async def test_a_terminated_node_lets_its_streams_end_and_takes_no_more(
     lonely: NodeProcess, http: aiohttp.ClientSession
 ):
-    body = long_answer() | {"max_tokens": 60}
+    body = long_answer() | {"max_tokens": 300}
     async with http.post(f"{lonely.api}/v1/chat/completions", json=body) as response:
         await response.content.readany()
         await lonely.status(http)
         engines = [*lonely.engine_pids().values()]
         lonely.kill(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while (refused := await _newcomer(http, lonely))[0] != 503:
+                assert refused[0] == 200, "told, not cut off"
+        assert refused[1] == "5"
         data, broken = await rest_of(response)
         assert not broken and data.endswith(b"data: [DONE]\n\n")
     assert lonely.process is not None
     assert await asyncio.to_thread(lonely.process.wait, 20) == 0
     assert engines and not any(alive(pid) for pid in engines)
     assert "Traceback" not in lonely.log
+
+
+async def _newcomer(http: aiohttp.ClientSession, node: NodeProcess) -> tuple[int, str]:
+    body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    async with http.post(f"{node.api}/v1/chat/completions", json=body) as response:
+        await response.read()
+        return response.status, response.headers.get("Retry-After", "")
 
 
 async def test_a_full_replica_store_turns_states_away_and_turns_run_cold(

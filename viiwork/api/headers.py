@@ -25,8 +25,16 @@ HOP_BY_HOP = frozenset(
     )
 )
 # Rebuilt for each hop, or of no meaning behind this node. Without `Accept-Encoding` engines answer
-# uncompressed, which the scanner can read.
-_OWN_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"accept-encoding"}
+# uncompressed, which the scanner can read. The body was read as JSON, so it is sent as such: curl's default
+# form type makes the engine cut it off at 1 MiB.
+_OWN_REQUEST = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"content-type",
+    b"expect",
+    b"origin",
+    b"accept-encoding",
+}
 _OWN_ANSWER = HOP_BY_HOP | {b"content-length"}
 _NONE: frozenset[bytes] = frozenset()
 _VIIWORK = b"x-viiwork-"
@@ -52,7 +60,7 @@ def request_head(
             lines.append(b"%b: %b\r\n" % (name, value))
     for key, text in extra.items():
         lines.append(f"{key}: {text}\r\n".encode("latin-1"))
-    lines.append(b"Content-Length: %d\r\n\r\n" % body_bytes)
+    lines.append(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % body_bytes)
     return b"".join(lines)
 
 

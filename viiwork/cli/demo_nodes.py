@@ -36,6 +36,7 @@ _MODEL = """\
     path: {path}
     context: {context}
     parallel: 2
+    args: ["--batch-size", "256"]     # so that the progress of a prompt is seen
     llamacpp: {{binary: embedded}}
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from viiwork.cli.demo_chat import Messages, Turn, long_text, run_turn
@@ -98,12 +98,13 @@ async def tell(args: argparse.Namespace, console: Console) -> int:
         finally:
             with console.status("stopping both nodes"):
                 await stop(nodes)
+            console.print("both nodes stopped")
     return 0
 
 
 async def _story(nodes: tuple[DemoNode, DemoNode], console: Console) -> list[Step]:
     a, b = nodes
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         with Progress(*columns, console=console, transient=True) as progress:
@@ -152,7 +153,7 @@ class _Teller:
         task = self.progress.add_task(what, total=None)
 
         def prefilling(read: int, total: int) -> None:
-            description = f"{what}: {read:,} of {total:,} prompt tokens read"
+            description = f"{what}: {read:,} of {total:,} tokens read"
             self.progress.update(task, completed=read, total=total, description=description)
 
         turn = await run_turn(
@@ -160,8 +161,7 @@ class _Teller:
         )
         self.progress.remove_task(task)
         self.progress.console.print(
-            f"{what}: at {node.name} on {turn.node}, {turn.prompt_tokens:,} prompt tokens, "
-            f"{turn.reused_tokens:,} reused, first token after {turn.ttft_s:.2f} s",
+            f"{what}: {turn.prompt_tokens:,} tokens, {turn.reused_tokens:,} reused, {turn.ttft_s:.2f} s",
             soft_wrap=True,
             highlight=False,
         )

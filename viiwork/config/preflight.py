@@ -32,7 +32,14 @@ def _unreadable(key: str, path: str) -> str:
         return f"{key}: {printable(path)} is a directory; name the model file in it"
     if not stat.S_ISREG(mode):
         return f"{key}: {printable(path)} is not a file"
-    return "" if os.access(path, os.R_OK) else f"{key}: {printable(path)} cannot be read"
+    if not os.access(path, os.R_OK):
+        return f"{key}: {printable(path)} cannot be read"
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        return f"{key}: {printable(path)}: {_why(error)}"
+    return "" if magic == b"GGUF" else f"{key}: {printable(path)} is not a GGUF file"
 
 
 def _not_writable(key: str, path: str) -> str:

@@ -113,6 +113,9 @@ def llamacpp_command(
         raise EngineUsageError(f"model {model.name}: {path} is a directory, expected a .gguf file")
     if not path.is_file():
         raise EngineUsageError(f"model {model.name}: no file {path}")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise EngineUsageError(f"model {model.name}: {path} is not a GGUF file")
     options = model.llamacpp
     gpus = backend_gpus(model, index)
     argv = [*program, "--model", str(path.absolute()), "--alias", model.name]

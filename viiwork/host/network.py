@@ -32,6 +32,17 @@ def default_route_address() -> str | None:
     return None
 
 
+def address_towards(ip: str, port: int) -> str | None:
+    """Our address on the way to another one, None when there is no way; nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ip, port))
+        except OSError:
+            return None
+        found: str = probe.getsockname()[0]
+    return None if ipaddress.ip_address(found).is_loopback else found
+
+
 def port_owner(port: int, protocol: str) -> str | None:
     """Name and pid of the process that holds `port`/`protocol`; None if the system does not tell us."""
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM

@@ -172,6 +172,10 @@ class Dispatcher:
                 future.set_exception(ShuttingDown(f"{self._me} is shutting down"))
         self._waiting.clear()
 
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
     async def idle(self) -> None:
         """Wait until no request is under way."""
         await self._idle.wait()

@@ -49,7 +49,7 @@ class NodeFacts:
     def health(self) -> tuple[int, dict[str, Any]]:
         backends = self._backends()
         healthy = sum(b.status == "healthy" for b in backends)
-        ok = healthy > 0 or not self._config.models
+        ok = (healthy > 0 or not self._config.models) and not self._dispatcher.draining
         body = {
             "status": "ok" if ok else "unhealthy",
             "version": VERSION,

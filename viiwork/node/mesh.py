@@ -10,14 +10,14 @@ from typing import Any
 from viiwork.config.load import LoadedConfig
 from viiwork.core.capacity import CapacityReport, PeerReport
 from viiwork.errors import MeshError
-from viiwork.host.network import default_route_address, port_owner
+from viiwork.host.network import address_towards, default_route_address, port_owner
 from viiwork.mesh.address import own_address
 from viiwork.mesh.admission import MeshIdentity
 from viiwork.mesh.membership import Membership
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.polls import CapacityPoller
 from viiwork.mesh.rejoin import Rejoiner, seeds
-from viiwork.mesh.values import Member, MemberEvent
+from viiwork.mesh.values import Member, MemberEvent, split_host_port
 from viiwork.node.dispatch import Dispatcher
 from viiwork.version import VERSION
 
@@ -52,7 +52,7 @@ class NodeMesh:
     async def start(self) -> None:
         """Find the own address (that may take minutes), listen and join. Raises `MeshError`."""
         mesh = self._config.mesh
-        own = await own_address(mesh, default_route_address)
+        own = await own_address(mesh, self._lan_address)
         self.addr = own.ip
         self._client.own_ip = own.ip
         identity = MeshIdentity(
@@ -73,6 +73,11 @@ class NodeMesh:
         self._rejoiner = Rejoiner(membership, {"seeds": seeds(mesh.seeds)}, interval_s=mesh.rejoin_interval)
         self._rejoiner.start()
         log.info("mesh.joined name=%s addr=%s:%d", self._name, own.ip, mesh.bind_port)
+
+    def _lan_address(self) -> str | None:
+        """Of the default route's interface, else the one that leads to a seed. Blocks."""
+        ways = (address_towards(*split_host_port(seed)) for seed in self._config.mesh.seeds)
+        return default_route_address() or next((ip for ip in ways if ip is not None), None)
 
     async def leave(self) -> None:
         """Say goodbye and close; the poller ends too."""

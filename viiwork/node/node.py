@@ -32,7 +32,7 @@ from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
-from viiwork.node.machine import machine_facts
+from viiwork.node.machine import cpu_seconds, machine_facts
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.paths import Folders, open_folders
 from viiwork.version import VERSION
@@ -75,6 +75,11 @@ class Node:
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
             facts = await asyncio.to_thread(machine_facts, self._config)
+            for model in self._config.models:
+                if model.gpus and facts.vendor == "none":
+                    log.warning(
+                        "%s: no GPU tool found here, gpus %s may not be there", model.name, model.gpus
+                    )
             await self._supervisor.start(facts, partial(card_pids, facts.vendor))
             ending.push_async_callback(self._drain)
             ending.push_async_callback(self._mesh.leave)
@@ -147,6 +152,7 @@ class Node:
         )
         self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver)
         self._epochs: dict[str, int] = {}
+        self._told: set[str] = set()  # backends whose context was looked at since they started
 
     def _bind_api(self) -> socket.socket:
         host, port = self._config.api.host, self._config.api.port
@@ -184,14 +190,22 @@ class Node:
             await asyncio.sleep(STALL_LOOK_S)
             now = time.monotonic()
             for view in self._supervisor.views():
-                watch.reported(view.id, view.busy, now)
+                watch.looked(view.id, view.busy, cpu_seconds(view.pid), now)
             for request_id in watch.lost(self._dispatcher.running(), now):
-                self._api.inference.abandon(request_id, "its engine reports all slots idle")
+                self._api.inference.abandon(request_id, "its engine took it and is idle")
 
     def _backend_changed(self, view: BackendView) -> None:
         if self._epochs.get(view.id) != view.epoch:
             self._epochs[view.id] = view.epoch
             self._dispatcher.sessions.engine_restarted(view.id)
+            self._told.discard(view.id)
+        if view.status == "healthy" and view.id not in self._told:
+            self._told.add(view.id)
+            wanted = next(m.context for m in self._config.models if m.name == view.model)
+            if view.ctx < wanted:
+                log.warning(
+                    "backend.context %s: %d tokens a slot, not the configured %d", view.id, view.ctx, wanted
+                )
         self._dispatcher.slots.put_backend(
             view.id,
             model=view.model,
@@ -238,8 +252,7 @@ class Node:
 
     async def _drain(self) -> None:
         """Take no more requests, and let those under way end."""
-        self._dispatcher.drain()
-        self._api.stop_accepting()
+        self._dispatcher.drain()  # the API goes on listening, so that newcomers are told instead of cut off
         idle, hurry = (
             asyncio.ensure_future(self._dispatcher.idle()),
             asyncio.ensure_future(self._hurry.wait()),
