@@ -90,7 +90,6 @@ def test_ipv6_serves_when_there_is_no_ipv4_route(monkeypatch, tmp_path):
 
 def test_without_a_default_route_the_way_to_a_seed_tells_our_address():
     assert network.address_towards("127.0.0.9", 7946) is None, "loopback is nobody else's way to us"
-    assert network.address_towards("::ffff:0:1", 7946) is None, "no route there"
     towards = network.address_towards("192.0.2.1", 7946)
     assert towards is None or not towards.startswith("127.")
 
