@@ -69,6 +69,10 @@ class BodyTooLarge(RequestError):
 class MethodNotAllowed(RequestError):
     code, http_status = "method_not_allowed", 405
 
+    def __init__(self, message: str, *, allow: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.allow = allow
+
 
 class UnsupportedBody(RequestError):
     """The body is compressed or not JSON by its own declaration."""

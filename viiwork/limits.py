@@ -101,6 +101,7 @@ CAPACITY_BODY_MAX_BYTES = 1 * MIB  # body of one capacity report; held while it 
 CAPACITY_MODELS_MAX = 1024  # models in one report; about 400 B each, 400 KiB a member
 CAPACITY_COUNT_MAX = 1_000_000  # slots, busy, queued, backends; a sum over MEMBERS_MAX stays well in 64 bits
 CAPACITY_CTX_MAX_TOKENS = 2**31 - 1  # the engine counts tokens in 32 bits
+CAPACITY_MILLIS_MAX = 1e9  # 11 days to the first token; a longer one is a fault of its sender
 CAPACITY_TEXT_MAX_CHARS = 256  # version, engine, fingerprints
 RTT_ALPHA = 0.3  # weight of the newest round trip; the last seven or so matter
 SIGNATURE_SKEW_S = 120  # clocks without NTP drift seconds a week; wider lengthens the nonce cache

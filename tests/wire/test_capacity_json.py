@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from viiwork.core.capacity import CapacityReport, KvIdentity, ModelCapacity, PeerReport, fleet_capacity
+from viiwork.core.capacity import (
+    CapacityReport,
+    KvIdentity,
+    ModelCapacity,
+    PeerReport,
+    Perf,
+    fleet_capacity,
+)
 from viiwork.errors import BadReport
 from viiwork.limits import CAPACITY_BODY_MAX_BYTES, CAPACITY_MODELS_MAX
 from viiwork.wire.capacity import decode_report, encode_report, fleet_json
@@ -208,3 +215,16 @@ def test_fleet_json_gives_a_stale_host_an_age_and_no_numbers():
 
 def test_fleet_json_of_an_unknown_model_is_an_empty_list():
     assert fleet_json("a", "", 2.5, ()) == {"view": "a", "stale_after_s": 2.5, "models": []}
+
+
+def test_a_nodes_measured_speed_comes_through():
+    model = ModelCapacity("m", slots=1, backends=1, healthy_backends=1, perf=Perf(120.0, 850.0, 9))
+    report = CapacityReport("a", "1", (model,), aliases="beef")
+    assert decode_report(encode_report(report)) == report
+
+
+@pytest.mark.parametrize("speed", ['"ttft_overhead_ms":5', '"ttft_overhead_ms":5,"prefill_ms_per_1k":0'])
+def test_half_a_speed_or_one_without_a_rate_counts_as_not_measured(speed: str):
+    counts = '"slots":1,"busy":0,"backends":1,"healthy_backends":1'
+    text = f'{{"node":"a","models":[{{"name":"m",{counts},{speed}}}]}}'
+    assert decode_report(text.encode()).models[0].perf is None

@@ -8,6 +8,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from viiwork.api.ports import Facts
+from viiwork.api.routes import GET, AnyRoute, Route
 from viiwork.api.server import json_answer
 from viiwork.errors import NotFound
 
@@ -19,6 +20,18 @@ class Admin:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
+
+    def routes(self) -> list[AnyRoute]:
+        return [
+            Route("/health", GET, self.health),
+            Route(MODELS_PATH, GET, self.models),
+            Route("/models", GET, self.models),
+            Route(f"{MODELS_PATH}/*", GET, self.model),
+            Route("/v1/model/info", GET, self.model_info),
+            Route("/v1/capacity", GET, self.capacity),
+            Route("/v1/fleet/capacity", GET, self.fleet_capacity),
+            Route("/v1/status", GET, self.status),
+        ]
 
     async def health(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         status, body = self._facts.health()

@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import cast
 
 from aiohttp import web
 
-from viiwork.api.admin import MODELS_PATH, Admin
+from viiwork.api.admin import Admin
 from viiwork.api.inference import Inference
 from viiwork.api.ports import Channels, Dispatcher, Facts, Origins
+from viiwork.api.routes import POST, AnyRoute, ControlRoute, Route, RouteTable
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import Upgrade
 from viiwork.api.upstream import Upstreams
-from viiwork.errors import MethodNotAllowed, NotFound, ViiworkError
+from viiwork.errors import Forbidden, MethodNotAllowed, ViiworkError
 from viiwork.limits import BODIES_MAX_BYTES, BODY_MAX_BYTES, BODY_SILENCE_S, HEADER_READ_S, IDLE_S
 from viiwork.wire.channel import CHANNEL_PATH
 from viiwork.wire.openai import INFERENCE_PATHS
 
 log = logging.getLogger("viiwork.api")
 
-_Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 _AT_ONCE_S = 0.001  # aiohttp takes 0 for "without limit"
-_GET = ("GET", "HEAD")
-_POST = ("POST",)
 
 
 class ApiServer:
@@ -39,6 +37,7 @@ class ApiServer:
         origins: Origins,
         facts: Facts,
         channels: Channels | None = None,
+        routes: Iterable[AnyRoute] = (),
         *,
         upstreams: Upstreams | None = None,
         body_max_bytes: int = BODY_MAX_BYTES,
@@ -58,7 +57,7 @@ class ApiServer:
             body_silence_s=body_silence_s,
         )
         self._admin = Admin(facts)
-        self._routes = self._table(channels)
+        self._routes = RouteTable([*self._own_routes(channels), *routes])
         self._timeouts = {"header_read_s": header_read_s, "idle_s": idle_s}
         self._server: ClientServer | None = None
         self._listeners: list[asyncio.Server] = []
@@ -98,54 +97,26 @@ class ApiServer:
             await self._idle.wait()  # cancelled handlers still give back what they hold
         self._upstreams.close()
 
-    def _table(self, channels: Channels | None) -> dict[str, tuple[tuple[str, ...], _Handler]]:
-        admin = self._admin
-        routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
-            "/health": (_GET, admin.health),
-            MODELS_PATH: (_GET, admin.models),
-            "/models": (_GET, admin.models),
-            "/v1/model/info": (_GET, admin.model_info),
-            "/v1/capacity": (_GET, admin.capacity),
-            "/v1/fleet/capacity": (_GET, admin.fleet_capacity),
-            "/v1/status": (_GET, admin.status),
-        }
+    def _own_routes(self, channels: Channels | None) -> Iterator[AnyRoute]:
+        yield from self._admin.routes()
         for path in INFERENCE_PATHS:
-            routes[path] = (_POST, self.inference.handle)
+            yield Route(path, POST, self.inference.handle)
         if channels is not None:
-            routes[CHANNEL_PATH] = (_POST, Upgrade(channels).handle)
-        return routes
-
-    def _route(self, raw_path: str) -> tuple[str, tuple[str, ...], _Handler]:
-        """Canonical path, allowed methods and handler of a request target."""
-        route = self._routes.get(raw_path)
-        if route is not None:
-            return raw_path, *route
-        path = raw_path.partition("#")[0].partition("?")[0]
-        if not path.startswith("/"):
-            path = _path_of_absolute(path)
-        route = self._routes.get(path)
-        if route is None and path.startswith(MODELS_PATH + "/") and path != MODELS_PATH + "/":
-            return path, _GET, self._admin.model
-        if route is None:
-            path = "/" + "/".join(filter(None, path.split("/")))  # `/v1//models`, `/v1/models/`
-            route = self._routes.get(path)
-        if route is None:
-            raise NotFound(f"there is no {path[:200]} here")
-        return path, *route
+            yield Route(CHANNEL_PATH, POST, Upgrade(channels).handle)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Route, and turn every error into an answer; nothing of ours reaches the client but its kind."""
         self._n_running += 1
         self._idle.clear()
-        headers: dict[str, str] = {}
         try:
-            path, methods, handler = self._route(request.raw_path)
-            if request.method not in methods:
-                headers["Allow"] = ", ".join(methods)
-                raise MethodNotAllowed(f"{path} takes {headers['Allow']}, not {request.method}")
-            return await handler(request, path)
+            path, route = self._routes.find(request.method, request.raw_path)
+            if isinstance(route, ControlRoute):
+                return await self._control(request, path, route)
+            return await route.handler(request, path)
+        except MethodNotAllowed as error:
+            answer = error_answer(error, headers={"Allow": ", ".join(error.allow)})
         except ViiworkError as error:
-            answer = error_answer(error, headers=headers)
+            answer = error_answer(error)
         except ConnectionError:
             raise  # the client left; there is nobody to answer
         except Exception:
@@ -159,8 +130,5 @@ class ApiServer:
             answer.force_close()  # the rest of the body is not worth reading
         return answer
 
-
-def _path_of_absolute(target: str) -> str:
-    """Path of an absolute-form target such as `http://host/v1/models`."""
-    _, mark, rest = target.partition("://")
-    return f"/{rest.partition('/')[2]}" if mark else target
+    async def _control(self, request: web.BaseRequest, path: str, route: ControlRoute) -> web.StreamResponse:
+        raise Forbidden(f"{path} is closed")

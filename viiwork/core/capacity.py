@@ -32,6 +32,15 @@ class KvIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class Perf:
+    """How fast one node's engines read a prompt, as measured there."""
+
+    overhead_ms: float  # time to first token that does not depend on the prompt's length
+    prefill_ms_per_1k: float  # more for every thousand tokens that are read anew; above 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCapacity:
     """One model on one node; slots and busy count healthy backends only."""
 
@@ -44,6 +53,7 @@ class ModelCapacity:
     backends: int = 0
     healthy_backends: int = 0
     kv: KvIdentity | None = None
+    perf: Perf | None = None  # None = not measured yet
 
     @property
     def free(self) -> int:
@@ -58,6 +68,7 @@ class CapacityReport:
     node: str
     ver: str = ""
     models: tuple[ModelCapacity, ...] = ()
+    aliases: str = ""  # digest of the node's alias table, "" = does not say
 
     def model(self, name: str) -> ModelCapacity | None:
         return next((m for m in self.models if m.name == name), None)

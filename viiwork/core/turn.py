@@ -6,7 +6,7 @@ long to make.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -20,12 +20,32 @@ Result = Literal[
 ]
 
 
+class Chain(Struct, frozen=True, gc=False):
+    """A conversation as hashes of its prefixes: link i covers everything up to and including message i."""
+
+    links: tuple[
+        str, ...
+    ]  # 16 hex digits each; link 0 covers what stands before the messages (tools, system)
+    ends: tuple[int, ...]  # bytes of the body that each link covers
+
+
+class Held(NamedTuple):
+    """How much of a request's prompt a node holds already."""
+
+    n_tokens: int
+    where: Literal["slot", "ram", "replica"]  # in a slot, in the engine's RAM cache, as a replica of kv_share
+
+
 class Ask(Struct, frozen=True, gc=False):
     """One request, as far as routing needs to know it."""
 
     request_id: str
     model: str
-    session: str | None = None  # hashed session key, 32 hex digits
+    session: str | None = None  # the conversation this turn continues or begins, 32 hex digits
+    session_key: str | None = None  # the client's own key for it, hashed: 32 hex digits
+    chain: Chain | None = None  # None when the body holds no conversation that could be read
+    pin: str | None = None  # the only node that may run it (`?host=`)
+    prefer: tuple[str, ...] = ()  # nodes to take first while they have room (`?prefer=`)
     kv_share: bool = True  # False: this session's state must not leave the node
     needs_slot: bool = True  # False for tokenize, detokenize, apply-template, count_tokens
     pinnable: bool = True  # the engine honours `id_slot` in the body of this endpoint

@@ -11,13 +11,14 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from viiwork.core.capacity import CapacityReport, FleetModel, HostCapacity, KvIdentity, ModelCapacity
+from viiwork.core.capacity import CapacityReport, FleetModel, HostCapacity, KvIdentity, ModelCapacity, Perf
 from viiwork.core.names import node_name_problem
 from viiwork.errors import BadReport
 from viiwork.limits import (
     CAPACITY_BODY_MAX_BYTES,
     CAPACITY_COUNT_MAX,
     CAPACITY_CTX_MAX_TOKENS,
+    CAPACITY_MILLIS_MAX,
     CAPACITY_MODELS_MAX,
     CAPACITY_TEXT_MAX_CHARS,
     MODEL_NAME_MAX_BYTES,
@@ -25,6 +26,7 @@ from viiwork.limits import (
 
 _Count = Annotated[int, Meta(ge=0, le=CAPACITY_COUNT_MAX)]
 _Tokens = Annotated[int, Meta(ge=0, le=CAPACITY_CTX_MAX_TOKENS)]
+_Millis = Annotated[float, Meta(ge=0, le=CAPACITY_MILLIS_MAX)]
 _Text = Annotated[str, Meta(max_length=CAPACITY_TEXT_MAX_CHARS)]
 _ModelName = Annotated[str, Meta(min_length=1, max_length=MODEL_NAME_MAX_BYTES)]
 
@@ -48,12 +50,16 @@ class _Model(msgspec.Struct, frozen=True):
     queued: _Count = 0
     ctx: _Tokens = 0
     kv: _Kv | UnsetType | None = UNSET
+    ttft_overhead_ms: _Millis | UnsetType = UNSET
+    prefill_ms_per_1k: _Millis | UnsetType = UNSET
+    perf_samples: _Count | UnsetType = UNSET
 
 
 class _Report(msgspec.Struct, frozen=True):
     node: str
     ver: _Text = ""
     models: Annotated[list[_Model], Meta(max_length=CAPACITY_MODELS_MAX)] | None = None
+    aliases: _Text | UnsetType = UNSET
 
 
 _REPORT = msgspec.json.Decoder(_Report, strict=True)
@@ -72,10 +78,13 @@ def encode_report(report: CapacityReport) -> bytes:
             backends=m.backends,
             healthy_backends=m.healthy_backends,
             kv=UNSET if m.kv is None else _kv_wire(m.kv),
+            ttft_overhead_ms=UNSET if m.perf is None else m.perf.overhead_ms,
+            prefill_ms_per_1k=UNSET if m.perf is None else m.perf.prefill_ms_per_1k,
+            perf_samples=UNSET if m.perf is None else m.perf.samples,
         )
         for m in report.models
     ]
-    return msgspec.json.encode(_Report(node=report.node, ver=report.ver, models=models))
+    return msgspec.json.encode(_Report(report.node, report.ver, models, report.aliases or UNSET))
 
 
 def decode_report(body: bytes) -> CapacityReport:
@@ -93,7 +102,8 @@ def decode_report(body: bytes) -> CapacityReport:
     models = tuple(_model_value(m) for m in raw.models or ())
     if len({m.name for m in models}) != len(models):
         raise BadReport("capacity report names a model twice")
-    return CapacityReport(raw.node, raw.ver, models)
+    aliases = raw.aliases if isinstance(raw.aliases, str) and _is_plain(raw.aliases) else ""
+    return CapacityReport(raw.node, raw.ver, models, aliases)
 
 
 def _model_value(raw: _Model) -> ModelCapacity:
@@ -112,7 +122,16 @@ def _model_value(raw: _Model) -> ModelCapacity:
         backends=raw.backends,
         healthy_backends=raw.healthy_backends,
         kv=_kv_value(raw.kv) if isinstance(raw.kv, _Kv) else None,
+        perf=_perf_value(raw),
     )
+
+
+def _perf_value(raw: _Model) -> Perf | None:
+    """A usable score; a prefill rate of 0 would make a node look infinitely fast and counts as none."""
+    overhead, rate = raw.ttft_overhead_ms, raw.prefill_ms_per_1k
+    if isinstance(overhead, UnsetType) or isinstance(rate, UnsetType) or rate <= 0:
+        return None
+    return Perf(overhead, rate, raw.perf_samples if isinstance(raw.perf_samples, int) else 0)
 
 
 def _is_plain(text: str) -> bool:

@@ -1,0 +1,1 @@
+"""What programs that use a viiwork mesh import."""
