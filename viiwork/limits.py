@@ -159,3 +159,8 @@ KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model pr
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB
+
+# -- cli -------------------------------------------------------------------------------------------
+CONTROL_TIMEOUT_S = 5.0  # for a node's whole answer; `--timeout` overrides
+CONTROL_TIMEOUT_MAX_S = 3600.0  # a longer one is a slip
+CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is decoded
