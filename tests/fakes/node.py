@@ -94,6 +94,13 @@ class FakeOrigins:
             raise Unauthorized("the forward is not proven")
         return headers["X-Viiwork-Forwarded"]
 
+    def control(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str:
+        if headers.get("X-Viiwork-Auth") != f"{self.word} {method} {path_qs} {len(body)}":
+            raise Unauthorized("the change is not proven")
+        return "the operator"
+
     def forward_headers(self, method: str, path_qs: str, body: bytes) -> dict[str, str]:
         return {
             "X-Viiwork-Forwarded": self.name,
