@@ -30,6 +30,7 @@ from viiwork.wire.signature import NONCE_BYTES, sign
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", re.ASCII)
 _PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
 _NOT_IN_A_SIGNER = re.compile(r"[^A-Za-z0-9._-]", re.ASCII)
+_NOT_JSON = object()
 _LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 
 
@@ -128,8 +129,8 @@ class ControlClient:
             connection.connect()
             with _cut_after(self._timeout_s, connection.sock):
                 connection.request(method, path, body or None, {**headers, "Connection": "close"})
-                answer = connection.getresponse()
-                raw = answer.read(CONTROL_ANSWER_MAX_BYTES + 1)
+                with connection.getresponse() as answer:
+                    raw = answer.read(CONTROL_ANSWER_MAX_BYTES + 1)
         except TimeoutError:
             raise self._unreachable(f"no answer within {self._timeout_s:g} s") from None
         except OSError as error:
@@ -140,11 +141,14 @@ class ControlClient:
             connection.close()
         if len(raw) > CONTROL_ANSWER_MAX_BYTES:
             raise self._unreachable(f"its answer is larger than {CONTROL_ANSWER_MAX_BYTES} bytes")
-        value, is_json = _decoded(raw)
+        try:
+            value = json.loads(raw) if raw or answer.status != 204 else None
+        except (ValueError, RecursionError):
+            value = _NOT_JSON
         if answer.status >= 300:
             raise self._refused(answer.status, value)
-        if not is_json:
-            raise self._unreachable("what answers there is no node (its answer is not JSON)")
+        if value is _NOT_JSON or answer.length:
+            raise self._unreachable("what answers there is no node (its answer is not whole, or not JSON)")
         return value
 
     def _unreachable(self, why: str) -> NodeUnreachable:
@@ -186,16 +190,6 @@ def _own_address(config: Config) -> tuple[str, int]:
 
 def _signer() -> str:
     return "viiwork-cli@" + _NOT_IN_A_SIGNER.sub("-", socket.gethostname())[:253]
-
-
-def _decoded(raw: bytes) -> tuple[Any, bool]:
-    """The JSON value in a body, None for an empty one, and whether it was JSON."""
-    if not raw:
-        return None, True
-    try:
-        return json.loads(raw), True
-    except (ValueError, RecursionError):
-        return None, False
 
 
 @contextmanager

@@ -22,8 +22,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         (
             "down",
             "park models of a running node",
-            "Parks models: their engines end once the running requests are done, and requests go to other nodes. "
-            "Without names all models of the node. It lasts until `viiwork up` or a restart of the node.",
+            "Parks models: their engines end once the running requests are done, and new ones go to "
+            "other nodes. Without names all models of the node. It lasts until `viiwork up` or a restart.",
         ),
         (
             "up",
@@ -48,9 +48,15 @@ def run(args: argparse.Namespace) -> int:
 def _lines(answer: Any, word: str, address: str) -> list[str]:
     """`<host>  <model>  <text>` for each model of the answer."""
     try:
-        host = one_line(answer["node"])
-        rows = [(one_line(model["name"]), _TEXTS[word, model["changed"]]) for model in answer["models"]]
+        host = _text(answer["node"])
+        rows = [(_text(model["name"]), _TEXTS[word, model["changed"]]) for model in answer["models"]]
     except (KeyError, TypeError):
         raise NodeUnreachable(f"what answers at {address} is no node of this version") from None
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{host}  {name:<{width}}  {text}" for name, text in rows]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return one_line(value)
