@@ -120,6 +120,7 @@ CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answe
 TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
 TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
 TAILSCALE_LOG_S = 10.0  # and say so, but not each time
+TAILNET_NAME_ASK_S = 60.0  # for CORS: a page of a tailnet just joined is let in after that
 TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
 
 # -- kv --------------------------------------------------------------------------------------------
