@@ -8,13 +8,14 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 
 from tests.node.nodes import free_port
 from viiwork.api.routes import AnyRoute
@@ -26,16 +27,20 @@ PATIENCE_S = 60.0
 _T = TypeVar("_T")
 
 
-def profile(n_examples: int) -> settings:
-    """So many examples, the same ones in each run; `VIIWORK_FUZZ=20` makes twenty times as many, new ones."""
+def fuzzed(n_examples: int, key: str) -> Callable[[Any], Any]:
+    """So many examples, the same ones each time; with `VIIWORK_FUZZ=20` 20 times as many, and new ones."""
     factor = int(os.environ.get("VIIWORK_FUZZ", "0"))
-    return settings(
-        max_examples=n_examples * max(factor, 1),
-        derandomize=factor == 0,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+
+    def decorate(test: Any) -> Any:
+        bounded = settings(
+            max_examples=n_examples * max(factor, 1),
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )(test)
+        return bounded if factor else seed(zlib.crc32(key.encode()))(bounded)
+
+    return decorate
 
 
 class _Faults(logging.Handler):

@@ -20,7 +20,6 @@ METHODS = (
     "FOO",
     "get",
     "M-SEARCH",
-    "PRI",
 )
 ODD_TEXTS = (
     "",

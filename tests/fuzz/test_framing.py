@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from .client import ask, judge, say
-from .conftest import Running, profile
+from .conftest import Running, fuzzed
 
 CHAT = "POST /v1/chat/completions HTTP/1.1"
 BODY = b'{"model":"m","messages":[]}'
@@ -97,7 +97,7 @@ def edited(data: bytes, changes: list[tuple[float, str, bytes]]) -> bytes:
 def test_damaged_requests_are_answered_or_refused_and_leave_nothing(running: Running):
     before = running.size()
 
-    @profile(300)
+    @fuzzed(300, "damaged")
     @given(st.sampled_from(WHOLE), edits)
     @example(sized(), [(0.0, "insert", JUNK[-2])])
     def said(data, changes):
@@ -106,7 +106,7 @@ def test_damaged_requests_are_answered_or_refused_and_leave_nothing(running: Run
 
     said()
 
-    @profile(100)
+    @fuzzed(100, "noise")
     @given(st.binary(max_size=300))
     def noise(data):
         for answer in say(running.address, data):

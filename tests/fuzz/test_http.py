@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from viiwork.api.routes import AnyRoute
 
 from .client import ask, judge, say
-from .conftest import Running, profile
+from .conftest import Running, fuzzed
 from .requests import METHODS, requests
 
 
@@ -22,7 +22,7 @@ def test_every_endpoint_answers_whatever_is_asked(running: Running):
 
 
 def fuzz(running: Running, route: AnyRoute) -> None:
-    @profile(25)
+    @fuzzed(30, route.path)
     @given(requests(route.path, route.methods, running.address[1]))
     def asked(request):
         answer = ask(running.address, request.raw(), request.method)
@@ -34,7 +34,7 @@ def fuzz(running: Running, route: AnyRoute) -> None:
 
 
 def test_paths_nobody_made_are_404(running: Running):
-    @profile(50)
+    @fuzzed(50, "nowhere")
     @given(st.text(max_size=30).map(lambda text: "/" + text), st.sampled_from(METHODS))
     def asked(path, method):
         raw = f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode("utf-8", "surrogatepass")
