@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -11,6 +14,8 @@ from .client import ask, judge, say
 from .conftest import Running, fuzzed
 from .requests import METHODS, requests
 
+API_DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+
 
 def test_every_endpoint_answers_whatever_is_asked(running: Running):
     routes = running.routes
@@ -19,6 +24,18 @@ def test_every_endpoint_answers_whatever_is_asked(running: Running):
     for route in routes:
         fuzz(running, route)
     running.assert_clean(before)
+
+
+def test_every_endpoint_is_documented(running: Running):
+    rows = [line for line in API_DOCS.read_text().splitlines() if line.startswith("| `/")]
+    documented = {
+        path: row.split("|")[2] for row in rows for path in re.findall(r"`([^`]+)`", row.split("|")[1])
+    }
+    assert set(documented) == {route.path for route in running.routes}
+    for route in running.routes:
+        assert all(method in documented[route.path] for method in route.methods if method != "HEAD"), (
+            route.path
+        )
 
 
 def fuzz(running: Running, route: AnyRoute) -> None:
