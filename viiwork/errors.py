@@ -96,6 +96,18 @@ class UnknownModel(NotFound):
     code = "unknown_model"
 
 
+class UnknownAlias(NotFound):
+    """No alias has this name."""
+
+    code = "unknown_alias"
+
+
+class AliasConflict(RequestError):
+    """A write to the alias table that makes no sense as things are; the message says why."""
+
+    code, http_status = "alias_conflict", 409
+
+
 class Unauthorized(RequestError):
     """A signature is missing or wrong."""
 
@@ -148,6 +160,18 @@ class ShuttingDown(Refused):
     """The node drains before it stops."""
 
     code, retry_after_s = "shutting_down", 5
+
+
+class AliasUnserved(Refused):
+    """Nobody serves any model an alias may stand for."""
+
+    code, retry_after_s = "alias_unserved", 5
+
+
+class AliasNotSaved(Refused):
+    """The alias table could not be written to disk, so nothing was changed."""
+
+    code = "alias_not_saved"
 
 
 class KvRefused(RequestError):
@@ -210,6 +234,12 @@ class BadReport(MeshError):
     """A peer's capacity report cannot be believed."""
 
     code = "bad_report"
+
+
+class BadAliases(MeshError):
+    """What should be an alias table is none; the message says what is wrong with it."""
+
+    code = "bad_aliases"
 
 
 class DuplicateName(MeshError):

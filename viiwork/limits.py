@@ -37,6 +37,14 @@ PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long bro
 NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names; a longer one could join no mesh
 SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it the oldest is forgotten
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
+ALIAS_NAME_MAX_CHARS = 64  # of an alias; it stands in headers, URLs and tables
+ALIASES_MAX = 256  # live aliases an operator can make; listed with /v1/models each time a client asks
+ALIAS_NAMES_MAX = 1024  # with removed ones, also those other members made; 12 KB each at worst, 12 MB
+ALIAS_SETTINGS_MAX = 11  # of one alias: the present one and ten before it; 1 KB each at worst
+ALIAS_SETTING_MAX_BYTES = 700  # its models; a write with all else stays under 1,000, which fit one datagram
+ALIAS_VER_MAX = 1 << 53  # a whole number in every JSON reader; also bounds time stamps
+ALIAS_CLOCK_SKEW_MS = 86_400_000  # a write from further ahead would keep every later one out
+ALIAS_TOMBSTONE_KEPT_MS = 30 * 86_400_000  # a node that was off for longer brings removed aliases back
 
 # -- config ----------------------------------------------------------------------------------------
 CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; held once while it is read
@@ -116,6 +124,13 @@ TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 1
 TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
 TAILSCALE_LOG_S = 10.0  # and say so, but not each time
 TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
+ALIAS_MESSAGE_MAX_BYTES = 60 * KIB  # a piece of the table; kinship sends at most 64 KiB, envelope included
+ALIAS_INBOX_MAX = 64  # messages not looked at yet, 4 MiB; what is dropped is sent again when tables differ
+ALIAS_OUTBOX_MAX = 256  # writes not told yet, 1 KB each; as above
+ALIAS_REPAIR_S = 5.0  # between two sendings of the table to one member; doubles while it changes nothing
+ALIAS_REPAIR_MAX_S = 300.0  # a member that cannot take our table costs 100 KB in five minutes
+ALIAS_PIECE_PAUSE_S = 0.05  # between two pieces: a table goes out at 1.2 MB/s at most
+ALIAS_PURGE_S = 60.0  # how often expired removals are looked for
 
 # -- kv --------------------------------------------------------------------------------------------
 KV_STATE_MAX_BYTES = 256 * GIB  # one save-file; a larger claim is refused before anything is allocated
@@ -159,3 +174,14 @@ KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model pr
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB
+ALIAS_FILE_MAX_BYTES = 16 * MIB  # ALIAS_NAMES_MAX of the largest entries are 12 MB; read once at start
+ALIAS_BODY_MAX_BYTES = 64 * KIB  # of a PUT; what fits into ALIAS_SETTING_MAX_BYTES is far smaller
+
+# -- client ----------------------------------------------------------------------------------------
+FLEET_POLL_S = 300.0  # between two questions of one client: a fleet changes when machines do
+FLEET_TIMEOUT_S = 5.0  # for the answer, which a node has in memory
+FLEET_BODY_MAX_BYTES = 1 * MIB  # of the answer; 1,024 hosts of one model are about 150 KiB
+FLEET_HOSTS_MAX = 1024  # hosts taken from one answer; about 200 B each
+FLEET_SLOTS_MAX = 1_000_000  # of one host; a larger number is a fault of its sender
+FLEET_DAMPING = 0.1  # of the present number (at least 1): smaller changes are noise
+FLEET_SHRINK = 0.25  # of the present number (at least 1): the most it falls in one poll

@@ -11,7 +11,7 @@ from typing import Any
 
 from viiwork.api.app import ApiServer
 from viiwork.core.turn import Ask, Grant, Outcome
-from viiwork.errors import AllRoutesRefused, Unauthorized, UnknownModel
+from viiwork.errors import AliasUnserved, AllRoutesRefused, Unauthorized, UnknownModel
 
 
 @dataclass
@@ -109,6 +109,7 @@ class FakeFacts:
     name: str = "a"
     names: tuple[str, ...] = ("m",)
     fault: Exception | None = None
+    aliases: dict[str, str] = field(default_factory=dict)  # to a model, or to "" when nobody serves it
 
     def health(self) -> tuple[int, dict[str, Any]]:
         if self.fault is not None:
@@ -126,6 +127,11 @@ class FakeFacts:
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
         return {"view": self.name, "models": [], "asked": model}
+
+    def model_for(self, name: str) -> str | None:
+        if self.aliases.get(name) == "":
+            raise AliasUnserved(f"no node serves {name!r}")
+        return self.aliases.get(name)
 
     def status(self) -> dict[str, Any]:
         return {"node": self.name}

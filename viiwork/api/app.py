@@ -52,6 +52,7 @@ class ApiServer:
             origins,
             facts.name,
             self._upstreams,
+            facts.model_for,
             body_max_bytes=body_max_bytes,
             bodies_max_bytes=bodies_max_bytes,
             body_silence_s=body_silence_s,

@@ -8,11 +8,13 @@ import math
 import random
 import re
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn, cast
 
 from aiohttp import web
 from aiohttp.http_writer import HttpVersion11
+from msgspec.structs import replace
 from yarl import URL
 
 from viiwork.api.connection import Address, Connection
@@ -44,7 +46,7 @@ from viiwork.limits import (
     REFUSAL_DRAIN_S,
     ROUTE_ATTEMPTS_MAX,
 )
-from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
+from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
 
 log = logging.getLogger("viiwork.api")
 
@@ -74,6 +76,7 @@ class Inference:
         origins: Origins,
         node: str,
         upstreams: Upstreams,
+        model_for: Callable[[str], str | None],
         *,
         body_max_bytes: int = BODY_MAX_BYTES,
         bodies_max_bytes: int = BODIES_MAX_BYTES,
@@ -83,6 +86,7 @@ class Inference:
         self._origins = origins
         self._node = node
         self._upstreams = upstreams
+        self._model_for = model_for
         self._body_max_bytes = body_max_bytes
         self._bodies_max_bytes = bodies_max_bytes
         self._body_silence_s = body_silence_s
@@ -160,6 +164,10 @@ class Inference:
             request.method, request.raw_path, headers, body, request.remote or ""
         )
         wanted = peek(path, headers, body)
+        alias: str | None = None
+        # Once, where the client came in: a peer gets the model's own name.
+        if entry is None and (model := self._model_for(wanted.model)) is not None:
+            alias, body, wanted = wanted.model, name_model(body, model), replace(wanted, model=model)
         ask = Ask(
             request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
@@ -168,6 +176,7 @@ class Inference:
             needs_slot=wanted.needs_slot,
             pinnable=wanted.pinnable,
             body_bytes=len(body),
+            alias=alias,
             forwarded_by=entry,
         )
         exclude: list[str] = []
@@ -295,6 +304,8 @@ class Inference:
             f"X-Viiwork-Model: {safe_value(ask.model)}\r\n"
             f"{REQUEST_HEADER}: {ask.request_id}\r\n"
         ]
+        if ask.alias is not None:
+            lines.append(f"X-Viiwork-Alias: {safe_value(ask.alias)}\r\n")
         if grant.backend:
             lines.append(f"X-Gpu-Backend: {safe_value(grant.backend)}\r\n")
         entry = self._node if grant.is_forward else ask.forwarded_by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -12,11 +12,20 @@ from viiwork.config.model import Config
 from viiwork.core.capacity import CapacityReport, FleetModel, KvIdentity, ModelCapacity, fleet_capacity
 from viiwork.engine.supervisor import BackendView
 from viiwork.limits import MIB
+from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
 from viiwork.version import VERSION
 from viiwork.wire.capacity import encode_report, fleet_json
 
 Sections = Callable[[], dict[str, Any]]
+
+
+class _Listed(NamedTuple):
+    """What a client may ask for by name."""
+
+    name: str
+    ctx: int | None  # None when no node with slots says so
+    target: str | None = None  # of an alias
 
 
 class NodeFacts:
@@ -29,6 +38,7 @@ class NodeFacts:
         config: Config,
         dispatcher: Dispatcher,
         *,
+        aliases: Aliases,
         backends: Callable[[], Sequence[BackendView]],
         addr: Callable[[], str],
         kv_identity: Callable[[str], KvIdentity | None],
@@ -39,6 +49,7 @@ class NodeFacts:
         self._node_id = node_id
         self._config = config
         self._dispatcher = dispatcher
+        self._aliases = aliases
         self._backends = backends
         self._addr = addr
         self._kv_identity = kv_identity
@@ -63,12 +74,12 @@ class NodeFacts:
     def models(self) -> list[dict[str, Any]]:
         own = {model.name for model in self._config.models}
         found = []
-        for model in self._fleet():
-            entry: dict[str, Any] = {
-                "id": model.name,
-                "object": "model",
-                "owned_by": "local" if model.name in own else "peer",
-            }
+        for model in self._listed():
+            entry: dict[str, Any] = {"id": model.name, "object": "model"}
+            if model.target is not None:
+                entry |= {"owned_by": "alias", "target": model.target}
+            else:
+                entry["owned_by"] = "local" if model.name in own else "peer"
             if model.ctx is not None:
                 entry |= {"max_model_len": model.ctx, "context_length": model.ctx}
             found.append(entry)
@@ -76,7 +87,7 @@ class NodeFacts:
 
     def model_info(self) -> list[dict[str, Any]]:
         found = []
-        for model in self._fleet():
+        for model in self._listed():
             info: dict[str, Any] = {"mode": "chat", "supports_function_calling": True}
             if model.ctx is not None:
                 info["max_input_tokens"] = model.ctx
@@ -89,7 +100,15 @@ class NodeFacts:
         return encode_report(self.report())
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
-        return fleet_json(self.name, VERSION, self._config.routing.stale_after, self._fleet(model))
+        resolved_from: str | None = None
+        meaning = self._aliases.meaning(model) if model is not None else None
+        if meaning is not None and meaning.model is not None:
+            resolved_from, model = model, meaning.model
+        stale_after_s = self._config.routing.stale_after
+        return fleet_json(self.name, VERSION, stale_after_s, self._fleet(model), resolved_from)
+
+    def model_for(self, name: str) -> str | None:
+        return self._aliases.model_for(name)
 
     def status(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
@@ -121,7 +140,10 @@ class NodeFacts:
         for view in self._backends():
             by_model.setdefault(view.model, []).append(view)
         return CapacityReport(
-            self.name, VERSION, tuple(self._capacity(name, views) for name, views in by_model.items())
+            self.name,
+            VERSION,
+            tuple(self._capacity(name, views) for name, views in by_model.items()),
+            self._aliases.digest,
         )
 
     def _capacity(self, name: str, views: Sequence[BackendView]) -> ModelCapacity:
@@ -174,6 +196,19 @@ class NodeFacts:
             "last_lines": list(view.last_lines),
         }
         return body | {key: value for key, value in known.items() if value not in (None, "", [])}
+
+    def _listed(self) -> list[_Listed]:
+        """Models and aliases by name; an alias whose name a model bears is not one now."""
+        models = {m.name: _Listed(m.name, m.ctx) for m in self._fleet()}
+        aliases = {
+            alias["name"]: _Listed(
+                alias["name"],
+                models[alias["resolved"]].ctx if alias["resolved"] in models else None,
+                alias["target"],
+            )
+            for alias in self._aliases.listing()
+        }
+        return sorted((aliases | models).values())
 
     def _fleet(self, model: str | None = None) -> tuple[FleetModel, ...]:
         stale_after_s = self._config.routing.stale_after

@@ -13,6 +13,7 @@ from functools import partial
 
 import aiohttp
 
+from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
 from viiwork.config.load import LoadedConfig
 from viiwork.core.sessions import Binding
@@ -27,6 +28,8 @@ from viiwork.kv.client import KvWorker
 from viiwork.limits import ENGINES_STOP_S, STALL_LOOK_S, STALL_S
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
+from viiwork.node.alias_store import AliasStore, wall_ms
+from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
@@ -85,6 +88,7 @@ class Node:
             ending.push_async_callback(self._mesh.leave)
             tasks = [
                 asyncio.create_task(self._join_mesh(), name="mesh"),
+                asyncio.create_task(self._mesh.aliases.run(), name="aliases"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
                 asyncio.create_task(self._watch_stalls(), name="stalls"),
             ]
@@ -99,6 +103,7 @@ class Node:
     # -- building ------------------------------------------------------------------------------------
     def _build(self, folders: Folders) -> None:
         config, secret = self._config, self._loaded.secrets
+        alias_store = AliasStore.open(folders.state, wall_ms())  # first: it may end the start
         keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
         hidden = frozenset((config.mesh.secret_env, config.mesh.secret_prev_env))
         self._engine_http = aiohttp.ClientSession(
@@ -120,8 +125,15 @@ class Node:
             on_change=self._backend_changed,
         )
         self._peer_client = PeerClient(self.name, keys)
+        aliases = Aliases(
+            self.name,
+            alias_store,
+            known=self._dispatcher.knows,
+            served=self._dispatcher.is_served,
+            on_write=lambda name, entry: self._mesh.aliases.written(name, entry),
+        )
         self._mesh = NodeMesh(
-            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal
+            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal, aliases
         )
         origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
         worker = KvWorker(
@@ -145,12 +157,15 @@ class Node:
             f"viiwork-{secrets.token_hex(8)}",
             config,
             self._dispatcher,
+            aliases=aliases,
             backends=self._supervisor.views,
             addr=lambda: self._mesh.addr,
             kv_identity=self._kv.identity,
             sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
         )
-        self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver)
+        self._api = ApiServer(
+            self._dispatcher, origins, self._facts, self._kv.receiver, AliasApi(aliases).routes()
+        )
         self._epochs: dict[str, int] = {}
         self._told: set[str] = set()  # backends whose context was looked at since they started
 
