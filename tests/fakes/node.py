@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from viiwork.api.app import ApiServer
+from viiwork.api.routes import AnyRoute
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AliasUnserved, AllRoutesRefused, Unauthorized, UnknownModel
 
@@ -176,11 +177,12 @@ async def serving(
     *,
     facts: FakeFacts | None = None,
     channels: FakeChannels | None = None,
+    routes: Iterable[AnyRoute] = (),
     **limits: Any,
 ) -> AsyncIterator[Api]:
     """The real API server over a fake node; at the end every grant must have come back once."""
     facts = facts or FakeFacts()
-    server = ApiServer(dispatcher, FakeOrigins(facts.name), facts, channels, **limits)
+    server = ApiServer(dispatcher, FakeOrigins(facts.name), facts, channels, routes, **limits)
     _, port = await server.listen("127.0.0.1", 0)
     try:
         yield Api(server, port, dispatcher)
