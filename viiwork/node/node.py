@@ -28,6 +28,7 @@ from viiwork.kv.client import KvWorker
 from viiwork.limits import ENGINES_STOP_S, STALL_LOOK_S, STALL_S
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
+from viiwork.mesh.tailscale import tailnet_suffix
 from viiwork.node.alias_store import AliasStore, wall_ms
 from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
@@ -38,6 +39,7 @@ from viiwork.node.kv_share import KvShare
 from viiwork.node.machine import cpu_seconds, machine_facts
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.paths import Folders, open_folders
+from viiwork.node.web_pages import WebPages
 from viiwork.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Node:
                 asyncio.create_task(self._mesh.aliases.run(), name="aliases"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
                 asyncio.create_task(self._watch_stalls(), name="stalls"),
+                asyncio.create_task(self._pages.follow_tailnet(), name="pages"),
             ]
             for task in tasks:
                 task.add_done_callback(self._task_ended)
@@ -163,8 +166,14 @@ class Node:
             kv_identity=self._kv.identity,
             sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
         )
+        self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
-            self._dispatcher, origins, self._facts, self._kv.receiver, AliasApi(aliases).routes()
+            self._dispatcher,
+            origins,
+            self._facts,
+            self._kv.receiver,
+            AliasApi(aliases).routes(),
+            allows_origin=self._pages.allows,
         )
         self._epochs: dict[str, int] = {}
         self._told: set[str] = set()  # backends whose context was looked at since they started
