@@ -195,4 +195,7 @@ FLEET_SHRINK = 0.25  # of the present number (at least 1): the most it falls in 
 # -- cli -------------------------------------------------------------------------------------------
 CONTROL_TIMEOUT_S = 5.0  # for a node's whole answer; `--timeout` overrides
 CONTROL_TIMEOUT_MAX_S = 3600.0  # a longer one is a slip
+ALIAS_LOOK_S = 0.25  # between two looks at the members after a write; they know within a fraction of it
+ALIAS_LOOK_TIMEOUT_S = 1.0  # for one member's table, which it has in memory
+ALIAS_LOOKS_AT_ONCE = 8  # members asked at once; one that hangs delays the others of its turn by a second
 CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is decoded

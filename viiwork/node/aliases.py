@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from viiwork.core import aliases as core
@@ -12,7 +11,7 @@ from viiwork.core.aliases import Asks, Entries, Entry, Resolution
 from viiwork.errors import AliasUnserved
 from viiwork.mesh.notices import Repeats
 from viiwork.node.alias_store import AliasStore, wall_ms
-from viiwork.wire.aliases import encode_table, written
+from viiwork.wire.aliases import encode_table, rfc3339, written
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Aliases:
                     "name": name,
                     "target": current.target,
                     "fallbacks": list(current.fallbacks),
-                    "updated_at": _rfc3339(current.ts_ms),
+                    "updated_at": rfc3339(current.ts_ms),
                     "updated_by": current.by,
                     "resolved": meaning.model,
                     "state": meaning.state,
@@ -156,12 +155,3 @@ class Aliases:
         log.info("alias.%s name=%s target=%s ver=%d", verb, name, entry.current.target, entry.current.ver)
         self._on_write(name, entry)
         return written(name, entry)
-
-
-def _rfc3339(ts_ms: int) -> str:
-    """The moment in UTC to the millisecond; the last one that can be written for what lies beyond it."""
-    try:
-        moment = datetime.fromtimestamp(ts_ms / 1000, UTC)
-    except (OverflowError, ValueError, OSError):
-        return "9999-12-31T23:59:59.999Z"
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -7,6 +7,7 @@ be merged.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -144,6 +145,15 @@ def decode_put(body: bytes) -> Put:
         raise RequestError(
             f'expected {{"target": "<model>", "fallbacks": ["<model>"], "force": false}}: {error}'
         ) from None
+
+
+def rfc3339(ts_ms: int) -> str:
+    """The moment in UTC to the millisecond; the last one that can be written for what lies beyond it."""
+    try:
+        moment = datetime.fromtimestamp(ts_ms / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return "9999-12-31T23:59:59.999Z"
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # -- values ----------------------------------------------------------------------------------------
