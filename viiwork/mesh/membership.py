@@ -143,9 +143,13 @@ class Membership:
     async def send(self, name: str, data: bytes) -> None:
         """Send a member at most 64 KiB, the first byte for their kind; nothing tells whether they came."""
         if self._cluster is not None:
-            # It may have left in this moment; whoever sends repeats what matters.
-            with contextlib.suppress(kinship.KinshipError):
+            try:
                 await self._cluster.send(name, data)
+            except kinship.MessageTooLarge:
+                raise  # our own bug
+            except (kinship.KinshipError, OSError) as error:
+                # It may have left in this moment; whoever sends repeats what matters.
+                log.debug("message to %s: %s", name, error)
 
     def members(self) -> list[Member]:
         """This node first, then the others by name; departed ones for 24 h."""
