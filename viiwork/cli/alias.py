@@ -209,8 +209,8 @@ def _read(file: str) -> Entries:
             with Path(file).open("rb") as opened:
                 data = opened.read(ALIAS_FILE_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{one_line(file)} cannot be read: {reason}") from None
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise UsageError(f"{one_line(file)} cannot be read: {one_line(reason)}") from None
     if len(data) > ALIAS_FILE_MAX_BYTES:
         raise UsageError(f"{one_line(file)} is larger than {ALIAS_FILE_MAX_BYTES} bytes")
     try:
