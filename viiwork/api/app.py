@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import cast
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from viiwork.api.admin import Admin
 from viiwork.api.inference import Inference
-from viiwork.api.ports import Channels, Dispatcher, Facts, Origins
+from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins
 from viiwork.api.routes import POST, AnyRoute, ControlRoute, Route, RouteTable
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import Upgrade
@@ -39,6 +39,7 @@ class ApiServer:
         channels: Channels | None = None,
         routes: Iterable[AnyRoute] = (),
         *,
+        external: Callable[[str], External | None] = lambda backend: None,
         upstreams: Upstreams | None = None,
         body_max_bytes: int = BODY_MAX_BYTES,
         bodies_max_bytes: int = BODIES_MAX_BYTES,
@@ -52,6 +53,7 @@ class ApiServer:
             origins,
             facts.name,
             self._upstreams,
+            external=external,
             body_max_bytes=body_max_bytes,
             bodies_max_bytes=bodies_max_bytes,
             body_silence_s=body_silence_s,

@@ -96,6 +96,12 @@ def pin(body: bytes, slot: int) -> bytes:
     return b'%b,"id_slot":%d%b' % (body[:end], slot, body[end:])
 
 
+def with_model(body: bytes, model: str) -> bytes:
+    """`body` with another `model` as its last key, which is the one that counts; all else unchanged."""
+    end = body.rindex(b"}")
+    return b'%b,"model":%b%b' % (body[:end], msgspec.json.encode(model), body[end:])
+
+
 def error_body(message: str, error_type: str, code: str) -> dict[str, Any]:
     """The shape in which OpenAI's clients expect an error."""
     return {"error": {"message": message, "type": error_type, "code": code}}
