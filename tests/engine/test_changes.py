@@ -130,15 +130,6 @@ async def test_unparking_during_the_drain_starts_the_model_anew(watch: Watch, fa
     assert not is_alive(old.pid) and new.id == "a/0"
 
 
-async def test_a_model_parked_before_the_start_is_not_started(watch: Watch, fake_model: Build) -> None:
-    watched = await watch()
-    watched.supervisor.park([], True)
-    watched.apply(fake_model("a"), fake_model("b"))
-    watched.supervisor.park(["a"], True)
-    await watched.until(lambda view: view.id == "b/0" and view.status == "healthy")
-    await watched.until_gone("a/0")
-
-
 async def test_stopping_in_the_middle_of_a_drain_ends_everything(watch: Watch, fake_model: Build) -> None:
     watched = await watch(fake_model("a", deaf=True))
     view = await watched.until_healthy()
