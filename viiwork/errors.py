@@ -49,6 +49,22 @@ class ConfigError(UsageError):
     code = "config"
 
 
+class NodeUnreachable(ViiworkError):
+    """A command got no usable answer from the node it asked."""
+
+    code = "node_unreachable"
+
+
+class NodeRefused(ViiworkError):
+    """The node a command asked said no; `status` is its HTTP status."""
+
+    code = "node_refused"
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class StateDirError(ViiworkError):
     """A folder the node needs cannot be used."""
 

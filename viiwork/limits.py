@@ -23,6 +23,10 @@ SSE_LINE_MAX_BYTES = 256 * KIB  # the scanner's memory per stream; 256 streams w
 SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the end
 ANSWER_HEAD_MAX_BYTES = 64 * KIB  # of an engine or peer; one is held per exchange
 ANSWER_TAIL_BYTES = 256 * KIB  # kept of a non-streamed answer to read its token counts; as above
+CONTROL_BODY_MAX_BYTES = MIB  # of a control write; the largest names 256 models
+CONTROL_BODY_S = 5.0  # for it to come
+CONTROLS_AT_ONCE = 16  # control writes being read, because no proof can be checked before: 16 MiB at worst
+PREFLIGHT_AGE_S = 600  # a browser asks again whether a page may; a changed list works after that
 CONNECT_S = 3.0  # to an engine or a peer; one lost SYN is resent after 1 s
 ROUTE_ATTEMPTS_MAX = 16  # routes tried for one request; the dispatcher normally ends it long before
 UPSTREAM_IDLE_S = 4.0  # a kept-alive connection to an engine; llama.cpp closes them after 5 s
@@ -44,6 +48,7 @@ CONFIG_MAX_DEPTH = 16  # the deepest key is 5 levels down; keeps recursion over 
 CONFIG_MAX_NODES = 50_000  # of the tree, every alias written out; at most about 15 MiB, freed after loading
 CONFIG_ECHO_MAX_CHARS = 48  # of a wrong value shown in an error, which stays one line of a terminal
 DURATION_MAX_S = 30 * 86_400  # a longer one is a slip of the unit; a float holds its microseconds exactly
+CORS_ORIGINS_MAX = 256  # entries of `api.cors.allow_origins`; about 300 B each
 INTERVAL_MIN_S = 0.01  # for repeated work: 100 rounds a second cost under 1 % of a core, less would spin
 SIZE_MAX_BYTES = 1 << 50  # 1 PiB, a slip of the unit beyond it
 COUNT_MAX = 1_000_000  # queue and history lengths: 264 B an event is 264 MB, all an operator can ask for
@@ -119,6 +124,7 @@ CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answe
 TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
 TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
 TAILSCALE_LOG_S = 10.0  # and say so, but not each time
+TAILNET_NAME_ASK_S = 60.0  # for CORS: a page of a tailnet just joined is let in after that
 TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
 
 # -- kv --------------------------------------------------------------------------------------------
@@ -164,3 +170,8 @@ KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model pr
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB
+
+# -- cli -------------------------------------------------------------------------------------------
+CONTROL_TIMEOUT_S = 5.0  # for a node's whole answer; `--timeout` overrides
+CONTROL_TIMEOUT_MAX_S = 3600.0  # a longer one is a slip
+CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is decoded

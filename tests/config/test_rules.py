@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from viiwork.config.load import parse_config
+from viiwork.errors import ConfigError
+
 
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -270,3 +273,26 @@ def test_arguments_that_take_the_nodes_decisions_are_warned_about(load, model_fi
     ).warnings
     assert "models[0].args override what the node decides: --port, -np" in warnings
     assert "models[0].gpus are listed but gpu.vendor is none: the cards are not used" in warnings
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("'*'", "every web page"),
+        ("'*.ts.net'", "your own tailnet"),
+        ("chat example", "an origin such as"),
+        ("''", "empty"),
+    ],
+)
+def test_origins_that_would_let_everybody_in_or_mean_nothing_are_refused(entry, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        parse_config(
+            f"mesh: {{open: true}}\napi: {{cors: {{allow_origins: [ok.example, {entry}]}}}}".encode(), "f", {}
+        )
+    assert "f:2: api.cors.allow_origins[1]" in str(raised.value)
+
+
+def test_origins_are_counted():
+    names = ", ".join(f"h{i}.example" for i in range(257))
+    with pytest.raises(ConfigError, match="at most 256 origins"):
+        parse_config(f"mesh: {{open: true}}\napi: {{cors: {{allow_origins: [{names}]}}}}".encode(), "f", {})

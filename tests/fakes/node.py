@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from viiwork.api.app import ApiServer
+from viiwork.api.ports import Origins
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AllRoutesRefused, Unauthorized, UnknownModel
 
@@ -94,6 +95,13 @@ class FakeOrigins:
             raise Unauthorized("the forward is not proven")
         return headers["X-Viiwork-Forwarded"]
 
+    def control(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str:
+        if headers.get("X-Viiwork-Auth") != f"{self.word} {method} {path_qs} {len(body)}":
+            raise Unauthorized("the change is not proven")
+        return "the operator"
+
     def forward_headers(self, method: str, path_qs: str, body: bytes) -> dict[str, str]:
         return {
             "X-Viiwork-Forwarded": self.name,
@@ -170,11 +178,12 @@ async def serving(
     *,
     facts: FakeFacts | None = None,
     channels: FakeChannels | None = None,
+    origins: Origins | None = None,
     **limits: Any,
 ) -> AsyncIterator[Api]:
     """The real API server over a fake node; at the end every grant must have come back once."""
     facts = facts or FakeFacts()
-    server = ApiServer(dispatcher, FakeOrigins(facts.name), facts, channels, **limits)
+    server = ApiServer(dispatcher, origins or FakeOrigins(facts.name), facts, channels, **limits)
     _, port = await server.listen("127.0.0.1", 0)
     try:
         yield Api(server, port, dispatcher)

@@ -45,7 +45,7 @@ from viiwork.limits import (
     REFUSAL_DRAIN_S,
     ROUTE_ATTEMPTS_MAX,
 )
-from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin, with_model
+from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
 
 log = logging.getLogger("viiwork.api")
 
@@ -267,7 +267,7 @@ class Inference:
         elif (external := self._external(grant.backend)) is not None:
             path_qs = prefix + path_qs
             if external.model:
-                body = with_model(body, external.model)
+                body = name_model(body, external.model)
             if external.api_key:
                 raw = tuple(pair for pair in raw if pair[0].lower() != b"authorization")
                 proof = {"Authorization": f"Bearer {external.api_key}"}

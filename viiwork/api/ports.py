@@ -36,6 +36,12 @@ class Origins(Protocol):
         """
         ...
 
+    def control(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str:
+        """Who makes a control write, for the log. Raises `Unauthorized` or `Forbidden`."""
+        ...
+
     @property
     def source_ip(self) -> str:
         """Where connections to peers must come from, "" = anywhere."""

@@ -42,6 +42,7 @@ class ClientRequest(web.BaseRequest):
 
     __slots__ = (
         "content",
+        "cross_origin",
         "headers",
         "keep_alive",
         "method",
@@ -61,12 +62,17 @@ class ClientRequest(web.BaseRequest):
     ) -> None:
         super().__init__(message, payload, protocol, writer, task, loop)
         self.content = payload
+        self.cross_origin: tuple[tuple[str, str], ...] = ()  # header lines for the page behind an `Origin`
         self.headers = message.headers
         self.keep_alive = not message.should_close
         self.method = message.method
         self.raw_headers = message.raw_headers
         self.raw_path = message.path
         self.version = message.version
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        for name, value in self.cross_origin:
+            response.headers.add(name, value)
 
 
 class ClientConnection(RequestHandler):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from viiwork.config.convert import convert
+from viiwork.config.convert import Converted, convert
 from viiwork.config.document import parse_document
 from viiwork.config.fault import Fault, printable
 from viiwork.config.model import Config
@@ -39,21 +39,34 @@ def load_config(path: Path, env: Mapping[str, str]) -> LoadedConfig:
     return parse_config(_read(path), str(path), env)
 
 
+def load_without_secrets(path: Path) -> Config:
+    """The config alone, for commands that only ask for the node's address and the name of its secret."""
+    return _checked(_read(path), str(path))[0].config
+
+
 def parse_config(data: bytes, file: str, env: Mapping[str, str]) -> LoadedConfig:
     """As `load_config`, of bytes that were read already; `file` is what errors call them."""
-    try:
-        converted = convert(parse_document(data))
-    except Fault as fault:
-        raise _said(file, fault.line, fault) from None
+    converted, warnings = _checked(data, file)
     config = converted.config
     try:
-        warnings = check_rules(config)
         secrets = read_secrets(config.mesh, env)
         api_keys = read_api_keys(config.models, env)
         refuse_in_file(config, env, data)
     except Fault as fault:
         raise _said(file, fault.line or converted.line_of(fault.path), fault) from None
     return LoadedConfig(config, secrets, tuple(warnings), file, api_keys)
+
+
+def _checked(data: bytes, file: str) -> tuple[Converted, list[str]]:
+    """The typed config with the lines of its keys, and warnings."""
+    try:
+        converted = convert(parse_document(data))
+    except Fault as fault:
+        raise _said(file, fault.line, fault) from None
+    try:
+        return converted, check_rules(converted.config)
+    except Fault as fault:
+        raise _said(file, fault.line or converted.line_of(fault.path), fault) from None
 
 
 def _said(file: str, line: int, fault: Fault) -> ConfigError:

@@ -30,9 +30,15 @@ class NodeSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     state_dir: str = "/var/lib/viiwork"
 
 
+class CorsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    allow_origins: tuple[str, ...] | None = None  # None = this machine and the own tailnet
+    allow_tailnet_ips: bool = True  # without a list
+
+
 class ApiSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"
     port: int = 8086
+    cors: CorsSection = CorsSection()
 
 
 class TailnetSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

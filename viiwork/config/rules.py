@@ -17,6 +17,7 @@ from viiwork.config.model import (
 )
 from viiwork.config.model_rules import check_models
 from viiwork.config.scalars import format_duration
+from viiwork.core.cross_origin import parse_pattern
 from viiwork.core.names import node_name_problem
 
 
@@ -56,6 +57,14 @@ def _api(api: ApiSection, warnings: list[str]) -> None:
         warnings.append(
             f"api.host {api.host} listens on every network of this machine; requests are not authenticated"
         )
+    origins = api.cors.allow_origins or ()
+    checks.at_most("api.cors.allow_origins", len(origins), limits.CORS_ORIGINS_MAX, "origins")
+    for i, origin in enumerate(origins):
+        try:
+            parse_pattern(origin)
+        except ValueError as error:
+            got = shown(origin) or "an empty text"
+            raise Fault(f"api.cors.allow_origins[{i}]", str(error), got) from None
 
 
 def _mesh(config: Config, warnings: list[str]) -> None:

@@ -24,8 +24,8 @@ class MeshSecrets:
 
 def read_secrets(mesh: MeshSection, env: Mapping[str, str]) -> MeshSecrets:
     """The secrets of a secured mesh, none of an open one; raises `Fault` for both and for neither."""
-    current = _decoded("mesh.secret_env", mesh.secret_env, env)
-    previous = _decoded("mesh.secret_prev_env", mesh.secret_prev_env, env)
+    current = decode_secret("mesh.secret_env", mesh.secret_env, env)
+    previous = decode_secret("mesh.secret_prev_env", mesh.secret_prev_env, env)
     if mesh.open and current is not None:
         got = f"an open mesh and a secret in {mesh.secret_env}"
         raise Fault("mesh.open", "either mesh.open: true or a secret", got)
@@ -40,7 +40,7 @@ def read_secrets(mesh: MeshSection, env: Mapping[str, str]) -> MeshSecrets:
     return MeshSecrets(current, previous)
 
 
-def _decoded(path: str, variable: str, env: Mapping[str, str]) -> bytes | None:
+def decode_secret(path: str, variable: str, env: Mapping[str, str]) -> bytes | None:
     """The 32 bytes in `variable`; an unset or blank variable is no secret."""
     text = env.get(variable, "").strip()
     if not text:

@@ -33,6 +33,7 @@ from viiwork.kv.client import KvWorker
 from viiwork.limits import ENGINES_STOP_S, SILENT_S, STALL_LOOK_S, STALL_S
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
+from viiwork.mesh.tailscale import tailnet_suffix
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
@@ -43,6 +44,7 @@ from viiwork.node.mesh import NodeMesh
 from viiwork.node.park import Parking
 from viiwork.node.paths import Folders, open_folders
 from viiwork.node.reload import Reloader
+from viiwork.node.web_pages import WebPages
 from viiwork.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Node:
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
                 asyncio.create_task(self._watch_stalls(), name="stalls"),
                 asyncio.create_task(self._reloader.run(), name="reload"),
+                asyncio.create_task(self._pages.follow_tailnet(), name="pages"),
             ]
             for task in tasks:
                 task.add_done_callback(self._task_ended)
@@ -161,6 +164,7 @@ class Node:
             kv_identity=self._kv.identity,
             sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
         )
+        self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
             self._dispatcher,
             origins,
@@ -168,6 +172,7 @@ class Node:
             self._kv.receiver,
             routes=Park(Parking(self.name, self._supervisor)).routes(),
             external=self._supervisor.external,
+            allows_origin=self._pages.allows,
         )
         self._stalls = StallWatch(STALL_S, SILENT_S)
         self._epochs: dict[str, int] = {}
