@@ -321,7 +321,10 @@ class Node:
 
     async def _stop_engines(self) -> None:
         """A second signal, also one that comes meanwhile, ends their grace."""
-        stopping = asyncio.ensure_future(self._supervisor.stop(ENGINES_STOP_S))
+        log.info("engines.stopping")
+        stopping = asyncio.ensure_future(
+            self._supervisor.stop(0.0 if self._hurry.is_set() else ENGINES_STOP_S)
+        )
         hurry = asyncio.ensure_future(self._hurry.wait())
         await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
