@@ -1,4 +1,4 @@
-"""How a node ends: told to its peers first, its requests let end, its engines last; a second signal hurries."""
+"""How a node ends: its peers hear first, its requests end, its engines last; a second signal hurries."""
 
 from __future__ import annotations
 
