@@ -65,6 +65,8 @@ MODEL_NAME_MAX_BYTES = 512  # room for long repository names; 256 of them are 12
 SEEDS_MAX = 256  # addresses tried each `mesh.rejoin_interval`, eight at a time
 PARALLEL_MAX = 256  # slots a backend, llama.cpp's own limit of sequences
 CONTEXT_MAX_TOKENS = (1 << 31) - 1  # tokens of all slots of a backend; llama.cpp counts them in 31 bits
+API_KEY_MAX_CHARS = 4096  # of an external server; it is one header line there, and JWTs are about 1 KiB
+URL_MAX_CHARS = 2048  # of an external server
 GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pinning environment
 THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
 RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
@@ -85,9 +87,11 @@ ENGINE_QUICK_EXIT_S = 10.0  # an exit this soon before ready may be a lost race 
 ENGINE_STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL when a backend is replaced
 ENGINE_BUDGET_REFILL_S = 600.0  # continuous health that gives a backend its respawns back
 ENGINE_LOAD_STALE_S = 3.0  # three missed load polls: occupancy is unknown, not zero
-ENGINE_STALLS_MAX = (
-    2  # requests without a byte, no success between: the engine answers /health but cannot serve
-)
+ENGINE_STALLS_MAX = 2  # lost requests without a success between, whatever one token in between said
+ENGINE_PROOF_S = 10.0  # for one token of an idle engine that lost a request; it takes one well under a second
+EXTERNAL_POLL_S = 1.0  # between probes of an external engine that runs requests; else `health.interval`
+EXTERNAL_PROBE_S = 1.0  # for its answer; a later one takes it out of routing until the next
+EXTERNAL_MODELS_MAX = 4096  # entries believed of its /v1/models; hosted gateways list some hundreds
 GGUF_HEADER_MAX_BYTES = 256 * MIB  # metadata and tensor table; the largest vocabularies make about 30 MiB
 GGUF_STRING_MAX_BYTES = (
     16 * MIB
@@ -165,7 +169,8 @@ KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shorte
 KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
 # -- node ------------------------------------------------------------------------------------------
-STALL_S = 10.0  # a request unanswered on an idle engine for so long is lost: ten polls are no accident
+STALL_S = 5.0  # a request unanswered on an idle engine for so long is lost: five polls are no accident
+SILENT_S = 1.0  # after an engine left routing by its silence: one more look, then its unbegun requests move
 STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_CLOCK_SKEW_MS = 86_400_000  # a generation further ahead would keep every later state of its session out

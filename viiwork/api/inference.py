@@ -19,7 +19,7 @@ from yarl import URL
 
 from viiwork.api.connection import Address, Connection
 from viiwork.api.headers import header, request_head, safe_value
-from viiwork.api.ports import Dispatcher, Origins
+from viiwork.api.ports import Dispatcher, External, Origins
 from viiwork.api.relay import Passed, cut, relay
 from viiwork.api.server import ClientConnection, Sent
 from viiwork.api.upstream import Upstreams
@@ -78,6 +78,7 @@ class Inference:
         upstreams: Upstreams,
         model_for: Callable[[str], str | None],
         *,
+        external: Callable[[str], External | None] = lambda backend: None,
         body_max_bytes: int = BODY_MAX_BYTES,
         bodies_max_bytes: int = BODIES_MAX_BYTES,
         body_silence_s: float = BODY_SILENCE_S,
@@ -87,6 +88,7 @@ class Inference:
         self._node = node
         self._upstreams = upstreams
         self._model_for = model_for
+        self._external = external
         self._body_max_bytes = body_max_bytes
         self._bodies_max_bytes = bodies_max_bytes
         self._body_silence_s = body_silence_s
@@ -263,18 +265,26 @@ class Inference:
     async def _send(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
     ) -> Connection:
-        address, host = _place(grant.url)
+        address, host, prefix = _place(grant.url)
+        raw = request.raw_headers
         proof: dict[str, str] = {}
         if grant.is_forward:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
             proof[REQUEST_HEADER] = grant.ask.request_id
+        elif (external := self._external(grant.backend)) is not None:
+            path_qs = prefix + path_qs
+            if external.model:
+                body = name_model(body, external.model)
+            if external.api_key:
+                raw = tuple(pair for pair in raw if pair[0].lower() != b"authorization")
+                proof = {"Authorization": f"Bearer {external.api_key}"}
         elif wanted.pinnable and grant.slot is not None:
             body = pin(body, grant.slot)
         elif wanted.names_slot and wanted.needs_slot:
             body = pin(body, ENGINE_CHOOSES)  # a client must not reach into another session's slot
         head = request_head(
-            request.raw_headers,
+            raw,
             method="POST",
             path_qs=path_qs,
             host=host,
@@ -382,10 +392,11 @@ def _told(error: ViiworkError, failure: _RouteFailed | None) -> ViiworkError:
 
 
 @lru_cache(maxsize=512)
-def _place(url: str) -> tuple[Address, str]:
-    """Socket address and `Host` of a base URL."""
+def _place(url: str) -> tuple[Address, str, str]:
+    """Socket address, `Host` and path of a base URL."""
     parsed = URL(url)
     host, port = parsed.host, parsed.port
     if host is None or port is None:
         raise UpstreamUnreachable(f"{url} is no address")
-    return Address(host, port), parsed.authority
+    tls = parsed.scheme == "https"
+    return Address(host, port, tls=tls), parsed.authority, parsed.raw_path.rstrip("/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from viiwork.core.turn import Ask, Grant, Outcome
@@ -81,6 +81,31 @@ class Facts(Protocol):
         ...
 
     def status(self) -> dict[str, Any]: ...
+
+
+class Parking(Protocol):
+    """Which models of this node are parked."""
+
+    def park(self, names: Sequence[str] | None, parked: bool) -> dict[str, Any]:
+        """Park models, None = all, or start them again; the answer is JSON-ready.
+
+        Raises `RequestError` for a name that is not configured here, and then changes nothing.
+        """
+        ...
+
+
+class External(Protocol):
+    """What a request to a server that somebody else runs needs beside its address."""
+
+    @property
+    def model(self) -> str:
+        """What the server calls the model, "" = as the client does."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Goes to that server and nowhere else; "" = none."""
+        ...
 
 
 class Channels(Protocol):

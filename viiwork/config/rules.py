@@ -32,7 +32,16 @@ def check_rules(config: Config) -> list[str]:
     _activity(config.activity)
     _kv_share(config.kv_share)
     check_models(config.models, config.gpu, warnings)
+    _api_keys(config)
     return warnings
+
+
+def _api_keys(config: Config) -> None:
+    """A slip here would send the mesh secret to a server."""
+    for i, model in enumerate(config.models):
+        if model.api_key_env and model.api_key_env in (config.mesh.secret_env, config.mesh.secret_prev_env):
+            expected = "a variable other than the mesh secrets'"
+            raise Fault(f"models[{i}].api_key_env", expected, model.api_key_env)
 
 
 def _node(node: NodeSection) -> None:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from viiwork.config.model import Config
+from viiwork.config.model import Config, ModelSection
 from viiwork.core.capacity import CapacityReport, FleetModel, KvIdentity, ModelCapacity, fleet_capacity
-from viiwork.engine.supervisor import BackendView
+from viiwork.engine.supervisor import BackendView, Supervisor
 from viiwork.limits import MIB
 from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
@@ -39,7 +39,7 @@ class NodeFacts:
         dispatcher: Dispatcher,
         *,
         aliases: Aliases,
-        backends: Callable[[], Sequence[BackendView]],
+        supervisor: Supervisor,
         addr: Callable[[], str],
         kv_identity: Callable[[str], KvIdentity | None],
         sections: dict[str, Sections],
@@ -50,7 +50,7 @@ class NodeFacts:
         self._config = config
         self._dispatcher = dispatcher
         self._aliases = aliases
-        self._backends = backends
+        self._supervisor = supervisor
         self._addr = addr
         self._kv_identity = kv_identity
         self._sections = sections
@@ -58,9 +58,10 @@ class NodeFacts:
 
     # -- api.ports.Facts -----------------------------------------------------------------------------
     def health(self) -> tuple[int, dict[str, Any]]:
-        backends = self._backends()
+        backends = self._supervisor.views()
         healthy = sum(b.status == "healthy" for b in backends)
-        ok = (healthy > 0 or not self._config.models) and not self._dispatcher.draining
+        expected = any(model.name not in self._supervisor.parked for model in self._supervisor.models)
+        ok = (healthy > 0 or not expected) and not self._dispatcher.draining
         body = {
             "status": "ok" if ok else "unhealthy",
             "version": VERSION,
@@ -72,7 +73,7 @@ class NodeFacts:
         return (200 if ok else 503), body
 
     def models(self) -> list[dict[str, Any]]:
-        own = {model.name for model in self._config.models}
+        own = {model.name for model in self._supervisor.models}
         found = []
         for model in self._listed():
             entry: dict[str, Any] = {"id": model.name, "object": "model"}
@@ -136,26 +137,25 @@ class NodeFacts:
     # -- values --------------------------------------------------------------------------------------
     def report(self) -> CapacityReport:
         """What peers may know of this node's room: healthy backends only."""
-        by_model: dict[str, list[BackendView]] = {model.name: [] for model in self._config.models}
-        for view in self._backends():
-            by_model.setdefault(view.model, []).append(view)
+        views = self._supervisor.views()
+        models = self._supervisor.models
         return CapacityReport(
             self.name,
             VERSION,
-            tuple(self._capacity(name, views) for name, views in by_model.items()),
+            tuple(self._capacity(model, [v for v in views if v.model == model.name]) for model in models),
             self._aliases.digest,
         )
 
-    def _capacity(self, name: str, views: Sequence[BackendView]) -> ModelCapacity:
+    def _capacity(self, model: ModelSection, views: Sequence[BackendView]) -> ModelCapacity:
+        name = model.name
         healthy = [view for view in views if view.status == "healthy"]
-        configured = next((m.context for m in self._config.models if m.name == name), 0)
         return ModelCapacity(
             name=name,
-            engine="llamacpp",
+            engine=model.engine,
             slots=sum(view.n_slots for view in healthy),
             busy=sum(self._busy(view) for view in healthy),
             queued=self._dispatcher.queue.depth(name),
-            ctx=min((view.ctx for view in healthy), default=configured),
+            ctx=min((view.ctx for view in healthy), default=model.context),
             backends=len(views),
             healthy_backends=len(healthy),
             kv=self._kv_identity(name),
@@ -165,15 +165,16 @@ class NodeFacts:
         return max(view.busy or 0, self._dispatcher.slots.in_flight(view.id))
 
     def _model_status(self, entry: ModelCapacity) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "name": entry.name,
             "engine": entry.engine,
             "slots": entry.slots,
             "busy": entry.busy,
             "queued": entry.queued,
             "ctx": entry.ctx,
-            "backends": [self._backend_status(v) for v in self._backends() if v.model == entry.name],
+            "backends": [self._backend_status(v) for v in self._supervisor.views() if v.model == entry.name],
         }
+        return body | ({"parked": True} if entry.name in self._supervisor.parked else {})
 
     def _backend_status(self, view: BackendView) -> dict[str, Any]:
         body: dict[str, Any] = {
