@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport
 from viiwork.core.peers import PeerTable
-from viiwork.core.router import Forward, Local, LocalUnslotted, Refuse, View, Wait, choose
+from viiwork.core.router import Forward, Local, LocalUnslotted, Refuse, Terms, View, Wait
+from viiwork.core.router import choose as decide
 from viiwork.core.sessions import Binding, SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
-from viiwork.core.turn import Ask
+from viiwork.core.turn import Ask, Held
 from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel
 
 NOW = 100.0
+
+
+def choose(view: View, ask: Ask, now: float, exclude=(), **terms):
+    return decide(view, ask, Terms(now, **terms), exclude).decision
 
 
 def view(*, local: int | None = 1, peers: dict[str, int] | None = None, asked_at: float = NOW - 0.5) -> View:
@@ -53,12 +60,12 @@ def test_an_unknown_model_is_refused_with_its_name():
 
 
 def test_nobody_free_means_wait():
-    assert choose(view(local=0, peers={"b": 0}), ask(), NOW) == Wait(served=True)
+    assert choose(view(local=0, peers={"b": 0}), ask(), NOW) == Wait(served=True, full=True)
 
 
 def test_a_stale_peer_is_unknown_and_not_routed_to():
     v = view(local=None, peers={"b": 5}, asked_at=NOW - 4)
-    assert choose(v, ask(), NOW) == Wait(served=False)
+    assert choose(v, ask(), NOW) == Wait(served=False, full=True)
 
 
 def test_a_report_exactly_as_old_as_the_limit_is_stale():
@@ -66,13 +73,13 @@ def test_a_report_exactly_as_old_as_the_limit_is_stale():
     v.peers.put("b", "http://b")
     entry = ModelCapacity("m", slots=1, backends=1, healthy_backends=1)
     v.peers.reported("b", PeerReport(CapacityReport("b", "1", (entry,)), NOW - 3, NOW - 3))
-    assert choose(v, ask(), NOW) == Wait(served=False)
+    assert choose(v, ask(), NOW) == Wait(served=False, full=True)
 
 
 def test_forwards_begun_since_the_report_was_asked_for_are_subtracted():
     v = view(local=None, peers={"b": 1})
     v.peers.forward_started("b", "m", NOW - 0.1)
-    assert choose(v, ask(), NOW) == Wait(served=True)
+    assert choose(v, ask(), NOW) == Wait(served=True, full=True)
 
 
 def test_forwards_begun_before_the_question_are_in_the_report_already():
@@ -84,9 +91,9 @@ def test_forwards_begun_before_the_question_are_in_the_report_already():
 def test_a_refusal_counts_until_a_report_asked_for_after_it():
     v = view(local=None, peers={"b": 2})
     v.peers.refused("b", "m", NOW)
-    assert choose(v, ask(), NOW) == Wait(served=True)
+    assert choose(v, ask(), NOW) == Wait(served=True, full=True)
     report(v.peers, "b", 2, NOW - 0.1)  # was under way when the refusal came
-    assert choose(v, ask(), NOW) == Wait(served=True)
+    assert choose(v, ask(), NOW) == Wait(served=True, full=True)
     report(v.peers, "b", 2, NOW + 0.1)
     assert choose(v, ask(), NOW + 0.2) == Forward("b")
 
@@ -103,7 +110,7 @@ def test_a_forward_runs_here_or_is_refused_but_never_waits_or_hops_on():
 def test_excluded_nodes_are_passed_over_this_node_included():
     v = view(local=1, peers={"b": 1, "c": 1})
     assert choose(v, ask(), NOW, {"a", "b"}) == Forward("c")
-    assert choose(v, ask(), NOW, {"a", "b", "c"}) == Wait(served=True)
+    assert choose(v, ask(), NOW, {"a", "b", "c"}) == Wait(served=True, full=False)
 
 
 def test_a_session_returns_to_its_slot():
@@ -120,8 +127,7 @@ def test_a_session_whose_slot_is_taken_runs_in_another_one():
 
 
 def test_a_session_goes_to_the_node_of_its_last_turn_while_that_has_room():
-    v = view(local=1, peers={"b": 1})
-    v.sessions.ran_elsewhere(("s", "m"), "b", 1)
+    v = replace(view(local=1, peers={"b": 1}), held=lambda ask: {"b": Held(100, "slot")})
     assert choose(v, ask(session="s"), NOW) == Forward("b")
     v.peers.forward_started("b", "m", NOW)
     assert choose(v, ask(session="s"), NOW) == Local(SlotRef("m/0", 0))
