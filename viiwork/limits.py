@@ -59,6 +59,13 @@ RECEIPTS_MAX = (
     2048  # decided requests kept for /v1/why; about 1 KiB each, with 32 hosts 7 KiB: 14 MiB at worst
 )
 RECEIPT_STEPS_MAX = 4  # decisions kept of one request, the first and the newest
+PERF_FILE_MAX_BYTES = MIB  # 256 models with the longest names are 160 KiB
+PERF_LOOK_S = 10.0  # how often it is looked whether the speed changed
+PERF_SAVE_S = 600.0  # changes below the rounding are written this seldom: an SSD's life is not for them
+TRACE_FILE_MAX_BYTES = 64 * MIB  # then it becomes FILE.1; two of them, about 150,000 decisions each
+TRACE_LINES_MAX = 4096  # waiting to be written; 2 KiB each at worst, 8 MiB; more are dropped and counted
+TRACE_FLUSH_S = 0.5  # between two writes
+TRACE_LINE_MAX_BYTES = 64 * KIB  # 32 candidates with the longest names are 12 KiB
 SCORE_BUCKET_S = 60.0  # of turns that are forgotten together
 SCORE_BUCKETS = 10  # ten minutes: long enough for a quiet node, short enough to follow a hot card
 SCORE_BUCKET_SAMPLES_MAX = 256  # of each bucket, the newest; 2,560 of 100 B are 256 KiB a model at worst

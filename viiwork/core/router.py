@@ -76,7 +76,7 @@ class Terms(Struct, frozen=True):
 
     now: float
     waited_ms: float = 0.0  # of the request's queue budget
-    budget_ms: float = math.inf  # what is left of it
+    budget_ms: float = 0.0  # what is left of it
     draws: tuple[float, float] = (1.0, 0.0)  # two random numbers from 0 to 1
 
 

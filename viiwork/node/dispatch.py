@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from viiwork.config.model import RoutingSection
+from viiwork.core.capacity import Perf
 from viiwork.core.choice import Choice, Policy, Question
 from viiwork.core.peers import PeerTable
 from viiwork.core.queue import Waiter, WaitQueue
@@ -48,6 +49,11 @@ Ended = Callable[[Grant, Outcome, Binding | None], None]
 Decides = Callable[[str, Question, Choice], None]  # with the request's id
 
 
+def wall_ms() -> int:
+    """The wall clock, in milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
 class Tried(NamedTuple):
     """What earlier tries of a request have cost."""
 
@@ -56,6 +62,7 @@ class Tried(NamedTuple):
 
 
 UNTRIED = Tried()
+OUT_OF_TIME_S = 1e9  # waited for longer than any budget: nothing is held out for
 
 
 class Dispatcher:
@@ -68,9 +75,9 @@ class Dispatcher:
         *,
         prepare: Prepare,
         on_end: Ended,
-        on_decided: Decides | None = None,
+        on_decided: Decides = lambda request_id, question, choice: None,
         clock: Callable[[], float] = time.monotonic,
-        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        wall_ms: Callable[[], int] = wall_ms,
         draw: Callable[[], float] = random.random,
     ) -> None:
         """`on_decided` hears each choice between nodes; `draw` gives random numbers from 0 to 1."""
@@ -152,7 +159,7 @@ class Dispatcher:
             if decision.hold_ms == math.inf:
                 raise
         # Others wait here already; a node that would only be slower takes it at once.
-        decided = self._choose(ask, now, math.inf)
+        decided = self._choose(ask, now, OUT_OF_TIME_S)
         if isinstance(decided.decision, (Wait, Refuse)):
             raise QueueFull(f"{ask.model}: all slots are busy and {self._routing.queue_max} requests wait")
         return self._grant(ask, decided, now)
@@ -183,6 +190,10 @@ class Dispatcher:
         self.wake()
 
     # -- the rest of the node ------------------------------------------------------------------------
+    def perf(self, model: str) -> Perf | None:
+        """The measured speed of a model here, as peers may hear it."""
+        return self.speeds.perf(model, self._clock()) if self.policy.performance else None
+
     def take_idle_slot(self, ref: SlotRef) -> int | None:
         """Lease a slot for kv_share's own work, if nobody holds it."""
         if not self.slots.is_free(ref):
@@ -299,7 +310,7 @@ class Dispatcher:
     def _noted(self, ask: Ask, decided: Decided, now: float) -> Step:
         """Put a decision on record."""
         _, question, choice = decided
-        if self._on_decided is not None and question is not None and choice is not None:
+        if question is not None and choice is not None:
             self._on_decided(ask.request_id, question, choice)
         return self.receipts.add(ask, now, self._wall_ms(), question, choice)
 
@@ -359,7 +370,7 @@ class Dispatcher:
     def _in_time(self, ask: Ask, waiter: Waiter) -> Grant:
         """What a request is granted whose queue time has just run out, while it held out for one node."""
         now = self._clock()
-        still = self._choose(ask, now, math.inf)
+        still = self._choose(ask, now, OUT_OF_TIME_S)
         if not isinstance(still.decision, (Wait, Refuse)) and now <= waiter.deadline + QUEUE_LATE_S:
             return self._grant(ask, still, now, waiter.waited_s(now))
         if ask.forwarded_by is not None:
