@@ -122,7 +122,7 @@ def key_of(model: ModelSection) -> str:
     with contextlib.suppress(OSError):
         weights = Path(model.path).stat()
         facts |= {"weights": (weights.st_size, weights.st_mtime_ns)}
-    return blake3(msgspec.json.encode(facts, order="sorted")).hexdigest(length=16)
+    return blake3(msgspec.json.encode(facts, enc_hook=str, order="sorted")).hexdigest(length=16)
 
 
 def _baseline(entry: _Entry) -> Baseline:
