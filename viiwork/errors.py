@@ -1,7 +1,7 @@
 """One error tree. A class says what machines need to know: code, HTTP status, exit code, retry hint.
 
 ViiworkError
-|- UsageError            the command line or the config file is wrong (exit 2)
+|- UsageError            the command line, the config file or another given file is wrong (exit 2)
 |  `- ConfigError
 |- RequestError          the client's request is wrong (4xx)
 |- Refused               nobody takes the request now (429, 503)
@@ -63,6 +63,12 @@ class NodeRefused(ViiworkError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class TraceError(UsageError):
+    """A file is not an arrival trace: file, line, what is wrong."""
+
+    code = "trace"
 
 
 class StateDirError(ViiworkError):

@@ -47,11 +47,20 @@ from viiwork.limits import (
     ROUTE_ATTEMPTS_MAX,
 )
 from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
+from viiwork.wire.placement import (
+    ANYWHERE,
+    PREFER_HEADER,
+    QUEUED_HEADER,
+    WAIT_HEADER,
+    placement,
+    wait_ms,
+)
 
 log = logging.getLogger("viiwork.api")
 
 _ID = re.compile("[0-9a-f]{16}")
 REQUEST_HEADER = "X-Viiwork-Request"
+_QUEUED = QUEUED_HEADER.lower().encode()
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
 _PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
@@ -170,16 +179,21 @@ class Inference:
         # Once, where the client came in: a peer gets the model's own name.
         if entry is None and (model := self._model_for(wanted.model)) is not None:
             alias, body, wanted = wanted.model, name_model(body, model), replace(wanted, model=model)
+        # A forward has been placed by its entry node, which tells how long it may wait here.
+        place = ANYWHERE if entry else placement(path_qs[len(path) + 1 :], headers.getall(PREFER_HEADER, ()))
         ask = Ask(
             request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
             session=wanted.session,
+            pin=place.pin,
+            prefer=place.prefer,
             kv_share=wanted.kv_share,
             needs_slot=wanted.needs_slot,
             pinnable=wanted.pinnable,
             body_bytes=len(body),
             alias=alias,
             forwarded_by=entry,
+            wait_ms=wait_ms(headers.get(WAIT_HEADER, "")) if entry else 0,
         )
         exclude: list[str] = []
         failure: _RouteFailed | None = None
@@ -218,6 +232,8 @@ class Inference:
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
+            if grant.is_forward:
+                grant.queued_s += wait_ms(header(answer.head.headers, _QUEUED).decode("latin-1")) / 1000
             path = path_qs.partition("?")[0]
             await relay(request, answer, self._said(grant), path, passed, peer=grant.is_forward)
             return Sent(passed.keep_alive)
@@ -252,6 +268,7 @@ class Inference:
                 result=passed.result,
                 status=status,
                 ttft_s=None if first is None else first - started,
+                streamed=passed.streamed,
                 duration_s=time.monotonic() - started,
                 usage=passed.usage,
                 detail=passed.detail,
@@ -272,6 +289,8 @@ class Inference:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
             proof[REQUEST_HEADER] = grant.ask.request_id
+            if grant.wait_ms:
+                proof[WAIT_HEADER] = str(grant.wait_ms)
         elif (external := self._external(grant.backend)) is not None:
             path_qs = prefix + path_qs
             if external.model:
@@ -322,7 +341,7 @@ class Inference:
         if entry:
             lines.append(f"X-Viiwork-Origin: {safe_value(entry)}\r\n")
         if grant.queued_s > 0:
-            lines.append(f"X-Viiwork-Queued-Ms: {math.ceil(grant.queued_s * 1000)}\r\n")
+            lines.append(f"{QUEUED_HEADER}: {math.ceil(grant.queued_s * 1000)}\r\n")
         return ["".join(lines).encode()]
 
 

@@ -159,6 +159,7 @@ class NodeFacts:
             backends=len(views),
             healthy_backends=len(healthy),
             kv=self._kv_identity(name),
+            perf=self._dispatcher.perf(name),
         )
 
     def _busy(self, view: BackendView) -> int:
@@ -174,7 +175,15 @@ class NodeFacts:
             "ctx": entry.ctx,
             "backends": [self._backend_status(v) for v in self._supervisor.views() if v.model == entry.name],
         }
-        return body | ({"parked": True} if entry.name in self._supervisor.parked else {})
+        if entry.name in self._supervisor.parked:
+            body["parked"] = True
+        if entry.perf is not None:
+            body["perf"] = {
+                "overhead_ms": entry.perf.overhead_ms,
+                "prefill_ms_per_1k": entry.perf.prefill_ms_per_1k,
+                "samples": entry.perf.samples,
+            }
+        return body
 
     def _backend_status(self, view: BackendView) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -18,8 +19,10 @@ import msgspec
 from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
 from viiwork.api.park import Park
+from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
 from viiwork.config.model import Config
+from viiwork.core.choice import Choice, Question
 from viiwork.core.sessions import Binding
 from viiwork.core.stalls import StallWatch
 from viiwork.core.turn import Grant, Outcome
@@ -35,9 +38,9 @@ from viiwork.limits import ENGINES_STOP_S, SILENT_S, STALL_LOOK_S, STALL_S
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.tailscale import tailnet_suffix
-from viiwork.node.alias_store import AliasStore, wall_ms
+from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
-from viiwork.node.dispatch import Dispatcher
+from viiwork.node.dispatch import Dispatcher, wall_ms
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.kv_push import KvPeers
@@ -46,7 +49,9 @@ from viiwork.node.machine import machine_facts
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.park import Parking
 from viiwork.node.paths import Folders, open_folders
+from viiwork.node.perf import PerfFile
 from viiwork.node.reload import Reloader
+from viiwork.node.trace import TraceFile
 from viiwork.node.web_pages import WebPages
 from viiwork.version import VERSION
 
@@ -89,6 +94,8 @@ class Node:
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
             facts = await self._machine_facts(self._config)
+            await self._perf.configured(self._config.models)
+            ending.push_async_callback(self._perf.save, now=True)
             await self._supervisor.start(facts, partial(card_pids, facts.vendor))
             ending.push_async_callback(self._drain)
             ending.push_async_callback(self._mesh.leave)
@@ -99,7 +106,11 @@ class Node:
                 asyncio.create_task(self._watch_stalls(), name="stalls"),
                 asyncio.create_task(self._reloader.run(), name="reload"),
                 asyncio.create_task(self._pages.follow_tailnet(), name="pages"),
+                asyncio.create_task(self._perf.run(), name="perf"),
             ]
+            if self._trace is not None:
+                ending.push_async_callback(self._trace.flush)
+                tasks.append(asyncio.create_task(self._trace.run(), name="trace"))
             for task in tasks:
                 task.add_done_callback(self._task_ended)
                 ending.push_async_callback(_cancel, task)
@@ -121,8 +132,16 @@ class Node:
             trust_env=False,
         )
         self._dispatcher = Dispatcher(
-            self.name, config.routing, prepare=self._prepare, on_end=self._turn_ended
+            self.name,
+            config.routing,
+            prepare=self._prepare,
+            on_end=self._turn_ended,
+            on_decided=self._decided,
         )
+        policy = self._dispatcher.policy
+        trace = config.routing.trace
+        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
+        self._perf = PerfFile(folders.state, self._dispatcher.speeds, wall_s=time.time)
         self._supervisor = Supervisor(
             config.models,
             health=config.health,
@@ -183,7 +202,11 @@ class Node:
             origins,
             self._facts,
             self._kv.receiver,
-            [*AliasApi(aliases).routes(), *Park(Parking(self.name, self._supervisor)).routes()],
+            [
+                *AliasApi(aliases).routes(),
+                *Park(Parking(self.name, self._supervisor)).routes(),
+                *Why(self.name, self._dispatcher.receipts, policy).routes(),
+            ],
             external=self._supervisor.external,
             allows_origin=self._pages.allows,
         )
@@ -209,6 +232,10 @@ class Node:
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
 
+    def _decided(self, request_id: str, question: Question, choice: Choice) -> None:
+        if self._trace is not None:
+            self._trace.add(request_id, question, choice)
+
     def _turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
         if not grant.is_forward:
             match outcome.result:
@@ -230,6 +257,8 @@ class Node:
                 self._stalls.looked(view.id, view.busy, cpu_seconds(view.pid), silent, now)
             for request_id in self._stalls.lost(self._dispatcher.running(), now):
                 self._api.inference.abandon(request_id, "its engine took it and stands still")
+            for request_id in self._dispatcher.lost_forwards(STALL_S):
+                self._api.inference.abandon(request_id, "its node left, or has fallen silent")
 
     def _backend_changed(self, view: BackendView) -> None:
         if self._epochs.get(view.id) != view.epoch:
