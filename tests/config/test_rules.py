@@ -126,9 +126,13 @@ def test_what_is_not_is_refused_with_its_place_in_the_list(refusal, seed: str):
         ({"name": "''"}, (), "models[0].name: expected a name, got an empty text"),
         ({"name": "a b"}, (), "models[0].name: expected a name without whitespace, got a b"),
         ({"name": "x" * 513}, (), "models[0].name: expected at most 512 bytes, got 513"),
-        ({"engine": "vllm"}, (), "models[0].engine: expected llamacpp, got vllm"),
+        ({"engine": "vllm"}, (), "models[0].engine: expected llamacpp or external, got vllm"),
         ({"path": "m.gguf"}, (), "models[0].path: expected an absolute path, got m.gguf"),
-        ({"context": "0"}, (), "models[0].context: expected a whole number from 1 to 2147483647, got 0"),
+        (
+            {"context": "0"},
+            (),
+            "models[0].context: expected a whole number from 1 to 2147483647 (required), got 0",
+        ),
         (
             {"context": "2147483647", "parallel": "2"},
             (),

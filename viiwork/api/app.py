@@ -14,7 +14,7 @@ from aiohttp import web
 from viiwork.api.admin import Admin
 from viiwork.api.guard import ORIGIN, ControlGuard, PageGuard
 from viiwork.api.inference import Inference
-from viiwork.api.ports import Channels, Dispatcher, Facts, Origins
+from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins
 from viiwork.api.routes import POST, AnyRoute, ControlRoute, Route, RouteTable
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import Upgrade
@@ -40,6 +40,7 @@ class ApiServer:
         channels: Channels | None = None,
         routes: Iterable[AnyRoute] = (),
         *,
+        external: Callable[[str], External | None] = lambda backend: None,
         allows_origin: Callable[[str], bool] = lambda origin: False,
         upstreams: Upstreams | None = None,
         body_max_bytes: int = BODY_MAX_BYTES,
@@ -54,6 +55,8 @@ class ApiServer:
             origins,
             facts.name,
             self._upstreams,
+            facts.model_for,
+            external=external,
             body_max_bytes=body_max_bytes,
             bodies_max_bytes=bodies_max_bytes,
             body_silence_s=body_silence_s,

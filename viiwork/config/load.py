@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from viiwork.config.convert import Converted, convert
@@ -14,7 +14,7 @@ from viiwork.config.document import parse_document
 from viiwork.config.fault import Fault, printable
 from viiwork.config.model import Config
 from viiwork.config.rules import check_rules
-from viiwork.config.secrets import MeshSecrets, read_secrets, refuse_in_file
+from viiwork.config.secrets import MeshSecrets, read_api_keys, read_secrets, refuse_in_file
 from viiwork.errors import ConfigError
 from viiwork.limits import CONFIG_FILE_MAX_BYTES
 
@@ -24,6 +24,8 @@ class LoadedConfig:
     config: Config
     secrets: MeshSecrets
     warnings: tuple[str, ...]  # one line each: legal, but rarely meant
+    file: str  # where it was read
+    api_keys: Mapping[str, str] = field(repr=False)  # of external servers, by environment variable
 
 
 def default_config_path(platform: str = sys.platform) -> Path:
@@ -48,10 +50,11 @@ def parse_config(data: bytes, file: str, env: Mapping[str, str]) -> LoadedConfig
     config = converted.config
     try:
         secrets = read_secrets(config.mesh, env)
-        refuse_in_file(config.mesh, env, data)
+        api_keys = read_api_keys(config.models, env)
+        refuse_in_file(config, env, data)
     except Fault as fault:
         raise _said(file, fault.line or converted.line_of(fault.path), fault) from None
-    return LoadedConfig(config, secrets, tuple(warnings))
+    return LoadedConfig(config, secrets, tuple(warnings), file, api_keys)
 
 
 def _checked(data: bytes, file: str) -> tuple[Converted, list[str]]:
