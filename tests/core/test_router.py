@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport
 from viiwork.core.peers import PeerTable
 from viiwork.core.router import Forward, Local, LocalUnslotted, Refuse, View, Wait, choose
 from viiwork.core.sessions import Binding, SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
-from viiwork.core.turn import Ask
+from viiwork.core.turn import Ask, Held
 from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel
 
 NOW = 100.0
@@ -120,8 +122,7 @@ def test_a_session_whose_slot_is_taken_runs_in_another_one():
 
 
 def test_a_session_goes_to_the_node_of_its_last_turn_while_that_has_room():
-    v = view(local=1, peers={"b": 1})
-    v.sessions.ran_elsewhere(("s", "m"), "b", 1)
+    v = replace(view(local=1, peers={"b": 1}), held=lambda ask: {"b": Held(100, "slot")})
     assert choose(v, ask(session="s"), NOW) == Forward("b")
     v.peers.forward_started("b", "m", NOW)
     assert choose(v, ask(session="s"), NOW) == Local(SlotRef("m/0", 0))

@@ -44,6 +44,7 @@ from viiwork.limits import (
     REFUSAL_DRAIN_S,
     ROUTE_ATTEMPTS_MAX,
 )
+from viiwork.wire.conversation import SESSION_HEADER, forwarded_session
 from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
 
 log = logging.getLogger("viiwork.api")
@@ -163,7 +164,9 @@ class Inference:
         ask = Ask(
             request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
-            session=wanted.session,
+            session=forwarded_session(headers) if entry is not None else None,
+            session_key=wanted.session_key,
+            chain=wanted.chain,
             kv_share=wanted.kv_share,
             needs_slot=wanted.needs_slot,
             pinnable=wanted.pinnable,
@@ -260,6 +263,8 @@ class Inference:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
             proof[REQUEST_HEADER] = grant.ask.request_id
+            if grant.ask.session is not None:
+                proof[SESSION_HEADER] = grant.ask.session
         elif wanted.pinnable and grant.slot is not None:
             body = pin(body, grant.slot)
         elif wanted.names_slot and wanted.needs_slot:

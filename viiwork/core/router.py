@@ -7,7 +7,7 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from viiwork.core.peers import PeerTable
 from viiwork.core.sessions import SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
-from viiwork.core.turn import Ask
+from viiwork.core.turn import Ask, Held
 from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel, ViiworkError
 
 
@@ -53,6 +53,11 @@ class Refuse(Struct, frozen=True):
 Decision = Local | LocalUnslotted | Forward | Wait | Refuse
 
 
+def nothing_held(ask: Ask) -> Mapping[str, Held]:
+    """Nobody holds anything of any prompt."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What a decision looks at."""
@@ -61,12 +66,13 @@ class View:
     slots: SlotTable
     sessions: SessionTable
     peers: PeerTable
+    held: Callable[[Ask], Mapping[str, Held]] = nothing_held  # of the ask's prompt, by node
 
 
 def choose(view: View, ask: Ask, now: float, exclude: Collection[str] = ()) -> Decision:
     """Decide where `ask` runs; nodes in `exclude` refused it already."""
     if ask.forwarded_by is not None:
-        return _admit_forward(view, ask)
+        return _admit_forward(view, ask, now)
     if not view.slots.serves(ask.model) and not view.peers.knows(ask.model):
         return Refuse(UnknownModel, f"no node of this mesh serves a model named {ask.model!r}")
     here = view.me not in exclude
@@ -79,7 +85,7 @@ def choose(view: View, ask: Ask, now: float, exclude: Collection[str] = ()) -> D
         home = _home(view, ask, now, exclude)
         if home is not None:
             return home
-        ref = _free_slot(view, ask) if here else None
+        ref = view.sessions.best_slot(view.slots, ask, now) if here else None
         if ref is not None:
             return Local(ref)
         peer = _best_peer(view, ask, now, exclude, need_free=True)
@@ -89,7 +95,7 @@ def choose(view: View, ask: Ask, now: float, exclude: Collection[str] = ()) -> D
     return Wait(served)
 
 
-def _admit_forward(view: View, ask: Ask) -> Decision:
+def _admit_forward(view: View, ask: Ask, now: float) -> Decision:
     """Run a forward here or refuse it at once: it waits at its entry node and makes no second hop."""
     if not view.slots.serves(ask.model):
         return Refuse(NotServedHere, f"{view.me} does not serve {ask.model!r}")
@@ -98,41 +104,27 @@ def _admit_forward(view: View, ask: Ask) -> Decision:
         if backend is not None:
             return LocalUnslotted(backend)
     else:
-        ref = _free_slot(view, ask)
+        ref = view.sessions.best_slot(view.slots, ask, now)
         if ref is not None:
             return Local(ref)
     return Refuse(NoFreeSlot, f"{view.me} has no free slot for {ask.model!r}")
 
 
 def _home(view: View, ask: Ask, now: float, exclude: Collection[str]) -> Decision | None:
-    """The place of the session's last turn, if that was elsewhere and has room; slots of our own:
-    `_free_slot`.
-    """
-    if ask.session is None:
+    """The peer with room that holds most of the prompt, if it holds more than this node does."""
+    held = view.held(ask)
+    if not held:
         return None
-    binding = view.sessions.get((ask.session, ask.model))
-    if binding is None or binding.node in ("", view.me) or binding.node in exclude:
-        return None
+    best, most = None, 0
+    if view.me in held and view.me not in exclude and any(view.slots.free_slots(ask.model)):
+        most = held[view.me].n_tokens
     for node, entry in view.peers.serving(ask.model, now):
-        if node == binding.node and view.peers.free(node, entry) > 0:
-            return Forward(node)
-    return None
-
-
-def _free_slot(view: View, ask: Ask) -> SlotRef | None:
-    """The session's own slot, else a slot that holds nobody's session, else the one idle longest."""
-    key = (ask.session, ask.model) if ask.session is not None else None
-    if key is not None:
-        binding = view.sessions.get(key)
-        if binding is not None and binding.ref is not None and view.slots.is_free(binding.ref):
-            return binding.ref
-
-    oldest: SlotRef | None = None
-    for ref in view.slots.free_slots(ask.model):
-        if view.sessions.occupant(ref) is None:
-            return ref
-        oldest = oldest or ref
-    return oldest
+        known = held.get(node)
+        if known is None or node in exclude or known.n_tokens <= most:
+            continue
+        if view.peers.free(node, entry) > 0:
+            best, most = node, known.n_tokens
+    return Forward(best) if best is not None else None
 
 
 def _best_peer(view: View, ask: Ask, now: float, exclude: Collection[str], *, need_free: bool) -> str | None:

@@ -13,15 +13,17 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from viiwork.config.model import RoutingSection
+from viiwork.core.holdings import scope_of
 from viiwork.core.peers import PeerTable
 from viiwork.core.queue import Waiter, WaitQueue
 from viiwork.core.router import Decision, Forward, Local, LocalUnslotted, Refuse, View, Wait, choose
-from viiwork.core.sessions import Binding, SessionTable
+from viiwork.core.sessions import Binding
 from viiwork.core.slots import SlotRef, SlotTable
 from viiwork.core.stalls import Running
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AllRoutesRefused, QueueTimeout, ShuttingDown
 from viiwork.limits import RETRIED_REQUESTS_MAX
+from viiwork.node.sessions import NodeSessions
 
 log = logging.getLogger(__name__)
 
@@ -41,24 +43,28 @@ class Dispatcher:
         *,
         prepare: Prepare,
         on_end: Ended,
+        ask_peers: Callable[[], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self.slots = SlotTable()
-        self.sessions = SessionTable()
+        self.book = NodeSessions(me, wall_ms())
+        self.sessions = self.book.table
         self.peers = PeerTable(routing.stale_after)
         self.queue = WaitQueue(routing.queue_max)
-        self._view = View(me, self.slots, self.sessions, self.peers)
+        self._view = View(me, self.slots, self.sessions, self.peers, self.book.held)
         self._me = me
         self._routing = routing
         self._prepare = prepare
         self._on_end = on_end
+        self._ask_peers = ask_peers
         self._clock = clock
         self._wall_ms = wall_ms
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
         self._waited_s: OrderedDict[str, float] = OrderedDict()  # of requests that may be tried again
         self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
+        self._before: dict[int, Binding] = {}  # lease -> where the session was when its turn began
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,6 +74,16 @@ class Dispatcher:
     # -- api.ports.Dispatcher ------------------------------------------------------------------------
     async def acquire(self, ask: Ask, exclude: Collection[str] = ()) -> Grant:
         """See `api.ports.Dispatcher.acquire`."""
+        if self._ask_peers is not None and self.book.conversations.is_unknown(ask):
+            await self._ask_peers()  # a conversation that grew elsewhere: cheaper to ask than to read it anew
+        ask = self.book.identified(ask)
+        try:
+            return await self._acquire(ask, exclude)
+        except BaseException:
+            self.book.ended(ask)
+            raise
+
+    async def _acquire(self, ask: Ask, exclude: Collection[str]) -> Grant:
         waited_s = await self._until_saved(ask) if ask.session is not None and self._saving else 0.0
         if self._draining:
             raise ShuttingDown(f"{self._me} is shutting down")
@@ -111,6 +127,7 @@ class Dispatcher:
         binding = (
             self._finish_forward(grant, outcome) if grant.is_forward else self._finish_local(grant, outcome)
         )
+        self.book.ended(grant.ask)
         self._on_end(grant, outcome, binding)
         self.wake()
 
@@ -186,6 +203,8 @@ class Dispatcher:
             case Local(ref):
                 lease = self.slots.lease(ref)
                 key = (ask.session, ask.model) if ask.session is not None else None
+                if key is not None and (binding := self.sessions.get(key)) is not None:
+                    self._before[lease] = binding
                 self.sessions.taken(ref, key)
                 url = self.slots.url(ref.backend)
                 grant = Grant(ask, self._me, url, ref.backend, ref.slot, lease=lease)
@@ -257,11 +276,15 @@ class Dispatcher:
         if outcome.result == "done" and outcome.status == 200 and grant.ask.session is not None:
             self.turns += 1
             key = (grant.ask.session, model)
-            self.sessions.ran_elsewhere(key, grant.node, self.sessions.next_generation(key, self._wall_ms()))
+            generation = self.sessions.next_generation(key, self._wall_ms())
+            total = outcome.usage.total if outcome.usage is not None else None
+            self.sessions.ran_elsewhere(key, grant.node, generation, total or 0)
+            self.book.ran(grant, outcome, generation, self._clock())
         return None
 
     def _finish_local(self, grant: Grant, outcome: Outcome) -> Binding | None:
         self._in_slots.pop(grant.lease, None)
+        before = self._before.pop(grant.lease, None)
         ref = self.slots.release(grant.lease) if grant.lease else None
         if ref is None or outcome.result != "done" or outcome.status != 200:
             return None
@@ -271,6 +294,8 @@ class Dispatcher:
         key = (grant.ask.session, grant.ask.model)
         total = outcome.usage.total if outcome.usage is not None else None
         known = self.sessions.get(key)
+        generation = self.sessions.next_generation(key, self._wall_ms())
+        self.book.ran(grant, outcome, generation, self._clock(), before)
         if (
             known is not None
             and known.ref is not None
@@ -278,8 +303,11 @@ class Dispatcher:
             and self._keeps(known, total or 0)
         ):
             return None
-        binding = Binding(self._me, ref, total or 0, self.sessions.next_generation(key, self._wall_ms()))
-        self.sessions.ran_here(key, binding)
+        chain, scope = grant.ask.chain, scope_of(grant.ask.session_key)
+        tip = chain.links[-1] if chain is not None else ""
+        binding = Binding(self._me, ref, total or 0, generation, tip, scope)
+        cached = outcome.usage.cached if outcome.usage is not None else None
+        self.sessions.ran_here(key, binding, self._clock(), cached)
         return binding
 
     def _keeps(self, known: Binding, total: int) -> bool:

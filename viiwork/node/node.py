@@ -24,7 +24,14 @@ from viiwork.errors import MeshError, PortTaken
 from viiwork.host.gpus import card_pids
 from viiwork.host.network import port_owner
 from viiwork.kv.client import KvWorker
-from viiwork.limits import ENGINES_STOP_S, STALL_LOOK_S, STALL_S
+from viiwork.limits import (
+    ENGINES_STOP_S,
+    MIB,
+    RAM_DEFAULT_MIB,
+    RAM_TOKEN_BYTES,
+    STALL_LOOK_S,
+    STALL_S,
+)
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.node.dispatch import Dispatcher
@@ -108,7 +115,11 @@ class Node:
             trust_env=False,
         )
         self._dispatcher = Dispatcher(
-            self.name, config.routing, prepare=self._prepare, on_end=self._turn_ended
+            self.name,
+            config.routing,
+            prepare=self._prepare,
+            on_end=self._turn_ended,
+            ask_peers=lambda: self._mesh.ask_peers(),
         )
         self._supervisor = Supervisor(
             config.models,
@@ -148,7 +159,11 @@ class Node:
             backends=self._supervisor.views,
             addr=lambda: self._mesh.addr,
             kv_identity=self._kv.identity,
-            sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
+            sections={
+                "sessions": self._dispatcher.book.status,
+                "mesh": self._mesh.status,
+                "kv_share": self._kv.status,
+            },
         )
         self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver)
         self._epochs: dict[str, int] = {}
@@ -199,6 +214,7 @@ class Node:
             self._epochs[view.id] = view.epoch
             self._dispatcher.sessions.engine_restarted(view.id)
             self._told.discard(view.id)
+            self._dispatcher.sessions.ram_cache(view.id, self._ram_tokens(view))
         if view.status == "healthy" and view.id not in self._told:
             self._told.add(view.id)
             wanted = next(m.context for m in self._config.models if m.name == view.model)
@@ -215,6 +231,16 @@ class Node:
         )
         self._kv.backend_changed(view)
         self._dispatcher.wake()
+
+    def _ram_tokens(self, view: BackendView) -> int:
+        """What the engine's RAM prompt cache is believed to take; 0 where operator arguments decide."""
+        model = next(m for m in self._config.models if m.name == view.model)
+        if model.engine != "llamacpp" or any(arg.startswith(("--cache-ram", "-cram")) for arg in model.args):
+            return 0
+        mib = model.llamacpp.cache_ram_mib
+        if mib == -1:
+            return view.ctx * view.n_slots  # bytes have no limit then, but tokens have
+        return (RAM_DEFAULT_MIB if mib is None else mib) * MIB // RAM_TOKEN_BYTES
 
     def _worker_lost(self) -> None:
         self._kv.worker_restarted()
