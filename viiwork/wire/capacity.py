@@ -84,8 +84,6 @@ class _Report(msgspec.Struct, frozen=True):
     holdings: dict[_ModelName, Annotated[list[_Held], Meta(max_length=HOLDINGS_MAX)]] | UnsetType = UNSET
 
 
-_HELD_BYTES = 128  # of one entry at most, backend's name and quotes' escapes left out
-
 _REPORT = msgspec.json.Decoder(_Report, strict=True)
 
 
@@ -146,10 +144,12 @@ def _holdings_wire(holdings: Iterable[Holding]) -> dict[str, list[_Held]]:
     found: dict[str, list[_Held]] = {}
     n_bytes = 0
     for h in holdings:
-        n_bytes += _HELD_BYTES + len(h.backend.encode()) + (0 if h.model in found else len(h.model.encode()))
+        entry = _Held(h.session, h.tip, h.scope, h.n_tokens, h.where, h.generation, h.backend)
+        n_bytes += len(msgspec.json.encode(entry)) + 1
+        if h.model not in found:
+            n_bytes += len(msgspec.json.encode(h.model)) + 4
         if n_bytes > HOLDINGS_MAX_BYTES:
             break
-        entry = _Held(h.session, h.tip, h.scope, h.n_tokens, h.where, h.generation, h.backend)
         found.setdefault(h.model, []).append(entry)
     return found
 
