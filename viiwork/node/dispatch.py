@@ -16,7 +16,17 @@ from viiwork.config.model import RoutingSection
 from viiwork.core.holdings import scope_of
 from viiwork.core.peers import PeerTable
 from viiwork.core.queue import Waiter, WaitQueue
-from viiwork.core.router import Decision, Forward, Local, LocalUnslotted, Refuse, View, Wait, choose
+from viiwork.core.router import (
+    Decision,
+    Forward,
+    Local,
+    LocalUnslotted,
+    Refuse,
+    View,
+    Wait,
+    choose,
+    nothing_held,
+)
 from viiwork.core.sessions import Binding
 from viiwork.core.slots import SlotRef, SlotTable
 from viiwork.core.stalls import Running
@@ -52,7 +62,13 @@ class Dispatcher:
         self.sessions = self.book.table
         self.peers = PeerTable(routing.stale_after)
         self.queue = WaitQueue(routing.queue_max)
-        self._view = View(me, self.slots, self.sessions, self.peers, self.book.held)
+        self._view = View(
+            me,
+            self.slots,
+            self.sessions,
+            self.peers,
+            self.book.held if routing.performance else nothing_held,
+        )
         self._me = me
         self._routing = routing
         self._prepare = prepare
