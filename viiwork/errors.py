@@ -1,7 +1,7 @@
 """One error tree. A class says what machines need to know: code, HTTP status, exit code, retry hint.
 
 ViiworkError
-|- UsageError            the command line or the config file is wrong (exit 2)
+|- UsageError            the command line, the config file or another given file is wrong (exit 2)
 |  `- ConfigError
 |- RequestError          the client's request is wrong (4xx)
 |- Refused               nobody takes the request now (429, 503)
@@ -47,6 +47,12 @@ class ConfigError(UsageError):
     """The config file is wrong: file, line, key path, what was expected."""
 
     code = "config"
+
+
+class TraceError(UsageError):
+    """A file is not an arrival trace: file, line, what is wrong."""
+
+    code = "trace"
 
 
 class StateDirError(ViiworkError):

@@ -54,6 +54,46 @@ HOLDINGS_MAX_BYTES = 32 * KIB  # of them in one capacity report; sent only when 
 PROMPT_BYTES_PER_TOKEN = 4  # of text, code and markup alike, where nothing was measured
 CHAIN_BLOCK_BYTES = KIB  # of a prompt without messages: 62 blocks back is more than a turn adds
 
+# -- routing ---------------------------------------------------------------------------------------
+BAND_DEFAULT = 1.25  # hosts this close to the best TTFT are equals; 1.0 would herd all requests onto one
+EXPLORE_DEFAULT = 0.05  # one request in twenty finds out about a host nobody measured
+HOLD_MIN_MS = 20.0  # a shorter wait for a warm home is not worth a timer, let alone a round trip
+WAIT_MAX_MS = 600_000  # longest wait a forward may ask for; the executor's own queue_timeout is the real end
+CANDIDATES_MAX = 32  # hosts compared in one decision; about 150 B each in every receipt
+PREFER_MAX = 8  # names in `?prefer=`
+PLACE_NAME_MAX_CHARS = 253  # of a host in `?host=` and `?prefer=`, as long as a DNS name
+BYTES_PER_TOKEN = 4.0  # of a request body, until a model's answers tell better
+BYTES_PER_TOKEN_MIN = 1.0  # one byte a token is the worst any vocabulary does
+BYTES_PER_TOKEN_MAX = 16.0  # beyond it the body is pictures, not text
+BYTES_PER_TOKEN_ALPHA = 0.1  # weight of the newest answer; the last twenty or so matter
+ESTIMATE_TOKENS_MIN = 64  # of a shorter prompt the JSON around it says more than its text
+FAILURES_BEFORE_BACKOFF = 2  # in a row; one may be an accident
+FAILING_BACKOFF_S = 2.0  # first time behind all others: two capacity reports
+FAILING_BACKOFF_MAX_S = 30.0  # two trials a minute are noticed by nobody and soon enough
+FAILURES_MAX = 4096  # (node, model) pairs remembered; about 200 B each, 0.8 MiB
+RECEIPTS_MAX = (
+    2048  # decided requests kept for /v1/why; about 1 KiB each, with 32 hosts 7 KiB: 14 MiB at worst
+)
+RECEIPT_STEPS_MAX = 4  # decisions kept of one request, the first and the newest
+PERF_FILE_MAX_BYTES = MIB  # 256 models with the longest names are 160 KiB
+PERF_LOOK_S = 10.0  # how often it is looked whether the speed changed
+PERF_SAVE_S = 600.0  # changes below the rounding are written this seldom: an SSD's life is not for them
+TRACE_FILE_MAX_BYTES = 64 * MIB  # then it becomes FILE.1; two of them, about 150,000 decisions each
+TRACE_LINES_MAX = 4096  # waiting to be written; 2 KiB each at worst, 8 MiB; more are dropped and counted
+TRACE_FLUSH_S = 0.5  # between two writes
+TRACE_LINE_MAX_BYTES = 64 * KIB  # 32 candidates with the longest names are 12 KiB
+SCORE_BUCKET_S = 60.0  # of turns that are forgotten together
+SCORE_BUCKETS = 10  # ten minutes: long enough for a quiet node, short enough to follow a hot card
+SCORE_BUCKET_SAMPLES_MAX = 256  # of each bucket, the newest; 2,560 of 100 B are 256 KiB a model at worst
+SCORE_BIG_TOKENS = 512  # from here on prefill is most of the TTFT; below it the overhead is
+SCORE_ROUNDS = 3  # of the alternating medians; further ones change less than the rounding
+SCORE_SMALL_SAMPLES_MIN = 3  # before a window's short prompts overrule the baseline's overhead
+SCORE_FIRST_SAMPLES = 3  # long prompts before the first score; the median of three bears one odd one
+SCORE_BASELINE_SAMPLES = 5  # long prompts in a window that make it the new baseline
+SCORE_RATE_MIN_MS = 1.0  # per 1,000 tokens; nothing reads a million tokens a second, so it is no measurement
+SCORE_REFRESH_S = 1.0  # as often as anybody polls; 2,560 samples take 2 ms
+QUEUE_LATE_S = 1.0  # a waiter this long past its time slept with the machine: answered, not run
+
 # -- config ----------------------------------------------------------------------------------------
 CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; held once while it is read
 CONFIG_MAX_DEPTH = 16  # the deepest key is 5 levels down; keeps recursion over the tree shallow
@@ -174,4 +214,5 @@ KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
+FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB

@@ -46,11 +46,20 @@ from viiwork.limits import (
 )
 from viiwork.wire.conversation import SESSION_HEADER, forwarded_session
 from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
+from viiwork.wire.placement import (
+    ANYWHERE,
+    PREFER_HEADER,
+    QUEUED_HEADER,
+    WAIT_HEADER,
+    placement,
+    wait_ms,
+)
 
 log = logging.getLogger("viiwork.api")
 
 _ID = re.compile("[0-9a-f]{16}")
 REQUEST_HEADER = "X-Viiwork-Request"
+_QUEUED = QUEUED_HEADER.lower().encode()
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
 _PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
@@ -161,17 +170,22 @@ class Inference:
             request.method, request.raw_path, headers, body, request.remote or ""
         )
         wanted = peek(path, headers, body)
+        # A forward has been placed by its entry node, which tells how long it may wait here.
+        place = ANYWHERE if entry else placement(path_qs[len(path) + 1 :], headers.getall(PREFER_HEADER, ()))
         ask = Ask(
             request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
             session=forwarded_session(headers) if entry is not None else None,
             session_key=wanted.session_key,
             chain=wanted.chain,
+            pin=place.pin,
+            prefer=place.prefer,
             kv_share=wanted.kv_share,
             needs_slot=wanted.needs_slot,
             pinnable=wanted.pinnable,
             body_bytes=len(body),
             forwarded_by=entry,
+            wait_ms=wait_ms(headers.get(WAIT_HEADER, "")) if entry else 0,
         )
         exclude: list[str] = []
         failure: _RouteFailed | None = None
@@ -210,6 +224,8 @@ class Inference:
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
+            if grant.is_forward:
+                grant.queued_s += wait_ms(header(answer.head.headers, _QUEUED).decode("latin-1")) / 1000
             path = path_qs.partition("?")[0]
             await relay(request, answer, self._said(grant), path, passed, peer=grant.is_forward)
             return Sent(passed.keep_alive)
@@ -244,6 +260,7 @@ class Inference:
                 result=passed.result,
                 status=status,
                 ttft_s=None if first is None else first - started,
+                streamed=passed.streamed,
                 duration_s=time.monotonic() - started,
                 usage=passed.usage,
                 detail=passed.detail,
@@ -265,6 +282,8 @@ class Inference:
             proof[REQUEST_HEADER] = grant.ask.request_id
             if grant.ask.session is not None:
                 proof[SESSION_HEADER] = grant.ask.session
+            if grant.wait_ms:
+                proof[WAIT_HEADER] = str(grant.wait_ms)
         elif wanted.pinnable and grant.slot is not None:
             body = pin(body, grant.slot)
         elif wanted.names_slot and wanted.needs_slot:
@@ -306,7 +325,7 @@ class Inference:
         if entry:
             lines.append(f"X-Viiwork-Origin: {safe_value(entry)}\r\n")
         if grant.queued_s > 0:
-            lines.append(f"X-Viiwork-Queued-Ms: {math.ceil(grant.queued_s * 1000)}\r\n")
+            lines.append(f"{QUEUED_HEADER}: {math.ceil(grant.queued_s * 1000)}\r\n")
         return ["".join(lines).encode()]
 
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from viiwork.cli import check, demo, serve
+from viiwork.cli import check, demo, replay, serve
 from viiwork.errors import UsageError, ViiworkError
 from viiwork.version import VERSION
 
-COMMANDS = (serve, check, demo)
+COMMANDS = (serve, check, replay, demo)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -141,13 +141,14 @@ class NodeFacts:
             backends=len(views),
             healthy_backends=len(healthy),
             kv=self._kv_identity(name),
+            perf=self._dispatcher.perf(name),
         )
 
     def _busy(self, view: BackendView) -> int:
         return max(view.busy or 0, self._dispatcher.slots.in_flight(view.id))
 
     def _model_status(self, entry: ModelCapacity) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "name": entry.name,
             "engine": entry.engine,
             "slots": entry.slots,
@@ -156,6 +157,13 @@ class NodeFacts:
             "ctx": entry.ctx,
             "backends": [self._backend_status(v) for v in self._backends() if v.model == entry.name],
         }
+        if entry.perf is not None:
+            body["perf"] = {
+                "overhead_ms": entry.perf.overhead_ms,
+                "prefill_ms_per_1k": entry.perf.prefill_ms_per_1k,
+                "samples": entry.perf.samples,
+            }
+        return body
 
     def _backend_status(self, view: BackendView) -> dict[str, Any]:
         body: dict[str, Any] = {

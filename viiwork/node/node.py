@@ -10,11 +10,14 @@ import socket
 import time
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import aiohttp
 
 from viiwork.api.app import ApiServer
+from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
+from viiwork.core.choice import Choice, Question
 from viiwork.core.sessions import Binding
 from viiwork.core.stalls import StallWatch
 from viiwork.core.turn import Grant, Outcome
@@ -34,7 +37,7 @@ from viiwork.limits import (
 )
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
-from viiwork.node.dispatch import Dispatcher
+from viiwork.node.dispatch import Dispatcher, wall_ms
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.kv_push import KvPeers
@@ -42,6 +45,8 @@ from viiwork.node.kv_share import KvShare
 from viiwork.node.machine import cpu_seconds, machine_facts
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.paths import Folders, open_folders
+from viiwork.node.perf import PerfFile
+from viiwork.node.trace import TraceFile
 from viiwork.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -81,6 +86,8 @@ class Node:
             host, port = await self._api.listen("", 0, sock=api_socket)
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
+            await self._perf.configured(self._config.models)
+            ending.push_async_callback(self._perf.save, now=True)
             facts = await asyncio.to_thread(machine_facts, self._config)
             for model in self._config.models:
                 if model.gpus and facts.vendor == "none":
@@ -94,7 +101,11 @@ class Node:
                 asyncio.create_task(self._join_mesh(), name="mesh"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
                 asyncio.create_task(self._watch_stalls(), name="stalls"),
+                asyncio.create_task(self._perf.run(), name="perf"),
             ]
+            if self._trace is not None:
+                ending.push_async_callback(self._trace.flush)
+                tasks.append(asyncio.create_task(self._trace.run(), name="trace"))
             for task in tasks:
                 task.add_done_callback(self._task_ended)
                 ending.push_async_callback(_cancel, task)
@@ -120,7 +131,12 @@ class Node:
             prepare=self._prepare,
             on_end=self._turn_ended,
             ask_peers=lambda: self._mesh.ask_peers(),
+            on_decided=self._decided,
         )
+        policy = self._dispatcher.policy
+        trace = config.routing.trace
+        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
+        self._perf = PerfFile(folders.state, self._dispatcher.speeds, wall_s=time.time)
         self._supervisor = Supervisor(
             config.models,
             health=config.health,
@@ -165,7 +181,8 @@ class Node:
                 "kv_share": self._kv.status,
             },
         )
-        self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver)
+        why = Why(self.name, self._dispatcher.receipts, policy)
+        self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver, why.routes())
         self._epochs: dict[str, int] = {}
         self._told: set[str] = set()  # backends whose context was looked at since they started
 
@@ -186,6 +203,10 @@ class Node:
     # -- what the parts tell one another -------------------------------------------------------------
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
+
+    def _decided(self, request_id: str, question: Question, choice: Choice) -> None:
+        if self._trace is not None:
+            self._trace.add(request_id, question, choice)
 
     def _turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
         if not grant.is_forward:
@@ -208,6 +229,8 @@ class Node:
                 watch.looked(view.id, view.busy, cpu_seconds(view.pid), now)
             for request_id in watch.lost(self._dispatcher.running(), now):
                 self._api.inference.abandon(request_id, "its engine took it and is idle")
+            for request_id in self._dispatcher.lost_forwards(STALL_S):
+                self._api.inference.abandon(request_id, "its node left, or has fallen silent")
 
     def _backend_changed(self, view: BackendView) -> None:
         if self._epochs.get(view.id) != view.epoch:
