@@ -55,6 +55,7 @@ class ApiServer:
             origins,
             facts.name,
             self._upstreams,
+            facts.model_for,
             external=external,
             body_max_bytes=body_max_bytes,
             bodies_max_bytes=bodies_max_bytes,

@@ -10,10 +10,10 @@ from typing import cast
 from aiohttp import web
 
 from viiwork.api.ports import Origins
-from viiwork.api.server import ClientConnection, ClientRequest
+from viiwork.api.server import ClientRequest
 from viiwork.api.small_body import read_small
 from viiwork.core.cross_origin import is_same_place
-from viiwork.errors import Forbidden, RequestError, TooManyBodies, UnsupportedBody
+from viiwork.errors import Forbidden, TooManyBodies, UnsupportedBody
 from viiwork.limits import CONTROL_BODY_MAX_BYTES, CONTROL_BODY_S, CONTROLS_AT_ONCE, PREFLIGHT_AGE_S
 
 log = logging.getLogger("viiwork.api")
@@ -66,8 +66,6 @@ class ControlGuard:
             body = await read_small(request, CONTROL_BODY_MAX_BYTES, CONTROL_BODY_S)
         finally:
             self._n_reading -= 1
-        if cast(ClientConnection, request.protocol).broken:
-            raise RequestError("the body is not framed as HTTP demands")
         _check_type(request, body)
         who = self._origins.control(
             request.method, request.raw_path, request.headers, body, request.remote or ""

@@ -14,6 +14,7 @@ from typing import NoReturn, cast
 
 from aiohttp import web
 from aiohttp.http_writer import HttpVersion11
+from msgspec.structs import replace
 from yarl import URL
 
 from viiwork.api.connection import Address, Connection
@@ -45,12 +46,22 @@ from viiwork.limits import (
     REFUSAL_DRAIN_S,
     ROUTE_ATTEMPTS_MAX,
 )
+from viiwork.wire.conversation import SESSION_HEADER, forwarded_session
 from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
+from viiwork.wire.placement import (
+    ANYWHERE,
+    PREFER_HEADER,
+    QUEUED_HEADER,
+    WAIT_HEADER,
+    placement,
+    wait_ms,
+)
 
 log = logging.getLogger("viiwork.api")
 
 _ID = re.compile("[0-9a-f]{16}")
 REQUEST_HEADER = "X-Viiwork-Request"
+_QUEUED = QUEUED_HEADER.lower().encode()
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
 _PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
@@ -75,6 +86,7 @@ class Inference:
         origins: Origins,
         node: str,
         upstreams: Upstreams,
+        model_for: Callable[[str], str | None],
         *,
         external: Callable[[str], External | None] = lambda backend: None,
         body_max_bytes: int = BODY_MAX_BYTES,
@@ -85,6 +97,7 @@ class Inference:
         self._origins = origins
         self._node = node
         self._upstreams = upstreams
+        self._model_for = model_for
         self._external = external
         self._body_max_bytes = body_max_bytes
         self._bodies_max_bytes = bodies_max_bytes
@@ -163,15 +176,27 @@ class Inference:
             request.method, request.raw_path, headers, body, request.remote or ""
         )
         wanted = peek(path, headers, body)
+        alias: str | None = None
+        # Once, where the client came in: a peer gets the model's own name.
+        if entry is None and (model := self._model_for(wanted.model)) is not None:
+            alias, body, wanted = wanted.model, name_model(body, model), replace(wanted, model=model)
+        # A forward has been placed by its entry node, which tells how long it may wait here.
+        place = ANYWHERE if entry else placement(path_qs[len(path) + 1 :], headers.getall(PREFER_HEADER, ()))
         ask = Ask(
             request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
-            session=wanted.session,
+            session=forwarded_session(headers) if entry is not None else None,
+            session_key=wanted.session_key,
+            chain=wanted.chain,
+            pin=place.pin,
+            prefer=place.prefer,
             kv_share=wanted.kv_share,
             needs_slot=wanted.needs_slot,
             pinnable=wanted.pinnable,
             body_bytes=len(body),
+            alias=alias,
             forwarded_by=entry,
+            wait_ms=wait_ms(headers.get(WAIT_HEADER, "")) if entry else 0,
         )
         exclude: list[str] = []
         failure: _RouteFailed | None = None
@@ -210,6 +235,8 @@ class Inference:
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
+            if grant.is_forward:
+                grant.queued_s += wait_ms(header(answer.head.headers, _QUEUED).decode("latin-1")) / 1000
             path = path_qs.partition("?")[0]
             await relay(request, answer, self._said(grant), path, passed, peer=grant.is_forward)
             return Sent(passed.keep_alive)
@@ -244,6 +271,7 @@ class Inference:
                 result=passed.result,
                 status=status,
                 ttft_s=None if first is None else first - started,
+                streamed=passed.streamed,
                 duration_s=time.monotonic() - started,
                 usage=passed.usage,
                 detail=passed.detail,
@@ -264,6 +292,10 @@ class Inference:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
             proof[REQUEST_HEADER] = grant.ask.request_id
+            if grant.ask.session is not None:
+                proof[SESSION_HEADER] = grant.ask.session
+            if grant.wait_ms:
+                proof[WAIT_HEADER] = str(grant.wait_ms)
         elif (external := self._external(grant.backend)) is not None:
             path_qs = prefix + path_qs
             if external.model:
@@ -306,13 +338,15 @@ class Inference:
             f"X-Viiwork-Model: {safe_value(ask.model)}\r\n"
             f"{REQUEST_HEADER}: {ask.request_id}\r\n"
         ]
+        if ask.alias is not None:
+            lines.append(f"X-Viiwork-Alias: {safe_value(ask.alias)}\r\n")
         if grant.backend:
             lines.append(f"X-Gpu-Backend: {safe_value(grant.backend)}\r\n")
         entry = self._node if grant.is_forward else ask.forwarded_by
         if entry:
             lines.append(f"X-Viiwork-Origin: {safe_value(entry)}\r\n")
         if grant.queued_s > 0:
-            lines.append(f"X-Viiwork-Queued-Ms: {math.ceil(grant.queued_s * 1000)}\r\n")
+            lines.append(f"{QUEUED_HEADER}: {math.ceil(grant.queued_s * 1000)}\r\n")
         return ["".join(lines).encode()]
 
 

@@ -65,12 +65,19 @@ class Facts(Protocol):
 
     def model_info(self) -> list[dict[str, Any]]: ...
 
-    def capacity(self) -> bytes:
-        """Body of `/v1/capacity`."""
+    def capacity(self, holdings_known: int | None) -> bytes:
+        """Body of `/v1/capacity`; without the list of holdings when its revision is the known one."""
         ...
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
         """Body of `/v1/fleet/capacity`."""
+        ...
+
+    def model_for(self, name: str) -> str | None:
+        """The model an alias stands for now, None when `name` is no alias or a model bears it too.
+
+        Raises `AliasUnserved` when nobody serves any model it may stand for.
+        """
         ...
 
     def status(self) -> dict[str, Any]: ...
@@ -116,4 +123,31 @@ class Channels(Protocol):
 
     def take(self, admitted: Any, sock: socket.socket) -> None:
         """Own the raw socket from now on."""
+        ...
+
+
+class AliasTable(Protocol):
+    """The mesh's names for models. Names are not checked before they come here."""
+
+    def listing(self) -> list[dict[str, Any]]:
+        """The aliases and what each stands for now, by name."""
+        ...
+
+    def table_json(self) -> bytes:
+        """The whole table with histories and removals."""
+        ...
+
+    async def put(self, name: str, target: str, fallbacks: list[str], force: bool) -> dict[str, Any]:
+        """Make or change an alias; answers with the write as members hear of it.
+
+        Raises `AliasConflict`, `AliasNotSaved`.
+        """
+        ...
+
+    async def delete(self, name: str) -> dict[str, Any]:
+        """Remove an alias. Raises `UnknownAlias`, `AliasNotSaved`."""
+        ...
+
+    async def revert(self, name: str) -> dict[str, Any]:
+        """Set an alias to what it was before. Raises `UnknownAlias`, `AliasConflict`, `AliasNotSaved`."""
         ...

@@ -34,6 +34,7 @@ class Passed:
     result: Result = "broken"
     first_byte_sent: bool = False
     first_content_at: float | None = None
+    streamed: bool = False
     usage: Usage | None = None
     detail: str = ""
     keep_alive: bool = False
@@ -70,7 +71,7 @@ async def relay(
     elif not http11:
         lines.append(b"Connection: keep-alive\r\n")
     lines.append(b"\r\n")
-    streamed = header(raw, b"content-type").lower().startswith(b"text/event-stream")
+    streamed = passed.streamed = header(raw, b"content-type").lower().startswith(b"text/event-stream")
     writer = _Writer(request, b"".join(lines), chunked, passed)
     watch: StreamScanner | _BodyWatch = StreamScanner() if streamed else _BodyWatch()
     whole = False

@@ -8,11 +8,12 @@ from typing import cast
 from aiohttp import web
 
 from viiwork.api.inference import check_declared, expects_continue
-from viiwork.errors import BodyTimeout, BodyTooLarge
+from viiwork.api.server import ClientConnection
+from viiwork.errors import BodyTimeout, BodyTooLarge, RequestError
 
 
 async def read_small(request: web.BaseRequest, most_bytes: int, within_s: float) -> bytes:
-    """The whole body. Raises `BodyTooLarge` or `BodyTimeout`."""
+    """The whole body. Raises `BodyTooLarge`, `BodyTimeout`, or `RequestError` when it broke off."""
     check_declared(request, most_bytes)
     content = request.content
     if content.at_eof():
@@ -28,4 +29,6 @@ async def read_small(request: web.BaseRequest, most_bytes: int, within_s: float)
                     raise BodyTooLarge(f"the body is larger than {most_bytes} bytes")
     except TimeoutError:
         raise BodyTimeout(f"the body did not come within {within_s:g} s") from None
+    if cast(ClientConnection, request.protocol).broken:
+        raise RequestError("the body is not framed as HTTP demands")
     return bytes(body)

@@ -100,6 +100,14 @@ class ControlClient:
         host, port = args.node or _own_address(config)
         return cls(host, port, _Secret(variable, env), args.timeout)
 
+    def other(self, address: str, timeout_s: float) -> ControlClient:
+        """The same for another node, at its `host:port`. Raises `NodeUnreachable` for what is no address."""
+        try:
+            host, port = _address(address)
+        except argparse.ArgumentTypeError as error:
+            raise NodeUnreachable(str(error)) from None
+        return ControlClient(host, port, self._secret, timeout_s)
+
     @property
     def address(self) -> str:
         """`host:port` of the node, for messages."""

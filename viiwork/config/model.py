@@ -71,6 +71,7 @@ class RoutingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     forward_retry: int = 1
     stale_after: Seconds = Seconds(3)
     performance: bool = True
+    trace: str = ""  # "" = no arrival trace
 
 
 class GpuSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

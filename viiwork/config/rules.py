@@ -111,6 +111,8 @@ def _reachable(config: Config, warnings: list[str]) -> None:
 def _routing(routing: RoutingSection, mesh: MeshSection) -> None:
     checks.between("routing.queue_max", routing.queue_max, 0, limits.COUNT_MAX)
     checks.between("routing.forward_retry", routing.forward_retry, 0, limits.COUNT_MAX)
+    if routing.trace:
+        checks.absolute_path("routing.trace", routing.trace)
     if routing.stale_after <= mesh.capacity_poll:  # every peer would be stale most of the time
         expected = f"longer than mesh.capacity_poll ({format_duration(mesh.capacity_poll)})"
         raise Fault("routing.stale_after", expected, format_duration(routing.stale_after))

@@ -94,6 +94,14 @@ class SlotTable:
         for backend in having:
             yield from islice(backend.idle.values(), backend.room)
 
+    def has_routable(self, model: str) -> bool:
+        """Does any backend of the model take requests, now or when a slot is given back?"""
+        return any(b.routable for b in self._of_model.get(model, ()))
+
+    def n_free(self, model: str) -> int:
+        """How many slots `free_slots` would list."""
+        return sum(b.room for b in self._of_model.get(model, ()) if b.routable and b.room > 0)
+
     def is_routable(self, ref: SlotRef) -> bool:
         """Does the slot exist and take requests, now or when its holder is done?"""
         backend = self._backends.get(ref.backend)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -12,11 +13,20 @@ from viiwork.config.model import Config, ModelSection
 from viiwork.core.capacity import CapacityReport, FleetModel, KvIdentity, ModelCapacity, fleet_capacity
 from viiwork.engine.supervisor import BackendView, Supervisor
 from viiwork.limits import MIB
+from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
 from viiwork.version import VERSION
 from viiwork.wire.capacity import encode_report, fleet_json
 
 Sections = Callable[[], dict[str, Any]]
+
+
+class _Listed(NamedTuple):
+    """What a client may ask for by name."""
+
+    name: str
+    ctx: int | None  # None when no node with slots says so
+    target: str | None = None  # of an alias
 
 
 class NodeFacts:
@@ -29,6 +39,7 @@ class NodeFacts:
         config: Config,
         dispatcher: Dispatcher,
         *,
+        aliases: Aliases,
         supervisor: Supervisor,
         addr: Callable[[], str],
         kv_identity: Callable[[str], KvIdentity | None],
@@ -39,6 +50,7 @@ class NodeFacts:
         self._node_id = node_id
         self._config = config
         self._dispatcher = dispatcher
+        self._aliases = aliases
         self._supervisor = supervisor
         self._addr = addr
         self._kv_identity = kv_identity
@@ -64,12 +76,12 @@ class NodeFacts:
     def models(self) -> list[dict[str, Any]]:
         own = {model.name for model in self._supervisor.models}
         found = []
-        for model in self._fleet():
-            entry: dict[str, Any] = {
-                "id": model.name,
-                "object": "model",
-                "owned_by": "local" if model.name in own else "peer",
-            }
+        for model in self._listed():
+            entry: dict[str, Any] = {"id": model.name, "object": "model"}
+            if model.target is not None:
+                entry |= {"owned_by": "alias", "target": model.target}
+            else:
+                entry["owned_by"] = "local" if model.name in own else "peer"
             if model.ctx is not None:
                 entry |= {"max_model_len": model.ctx, "context_length": model.ctx}
             found.append(entry)
@@ -77,7 +89,7 @@ class NodeFacts:
 
     def model_info(self) -> list[dict[str, Any]]:
         found = []
-        for model in self._fleet():
+        for model in self._listed():
             info: dict[str, Any] = {"mode": "chat", "supports_function_calling": True}
             if model.ctx is not None:
                 info["max_input_tokens"] = model.ctx
@@ -86,11 +98,22 @@ class NodeFacts:
             )
         return found
 
-    def capacity(self) -> bytes:
-        return encode_report(self.report())
+    def capacity(self, holdings_known: int | None) -> bytes:
+        report = self.report()
+        rev, holdings = self._dispatcher.book.holdings()
+        told = None if rev == holdings_known else holdings
+        return encode_report(replace(report, holdings_rev=rev, holdings=told))
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
-        return fleet_json(self.name, VERSION, self._config.routing.stale_after, self._fleet(model))
+        resolved_from: str | None = None
+        meaning = self._aliases.meaning(model) if model is not None else None
+        if meaning is not None and meaning.model is not None:
+            resolved_from, model = model, meaning.model
+        stale_after_s = self._config.routing.stale_after
+        return fleet_json(self.name, VERSION, stale_after_s, self._fleet(model), resolved_from)
+
+    def model_for(self, name: str) -> str | None:
+        return self._aliases.model_for(name)
 
     def status(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
@@ -124,6 +147,7 @@ class NodeFacts:
             self.name,
             VERSION,
             tuple(self._capacity(model, [v for v in views if v.model == model.name]) for model in models),
+            self._aliases.digest,
         )
 
     def _capacity(self, model: ModelSection, views: Sequence[BackendView]) -> ModelCapacity:
@@ -139,6 +163,7 @@ class NodeFacts:
             backends=len(views),
             healthy_backends=len(healthy),
             kv=self._kv_identity(name),
+            perf=self._dispatcher.perf(name),
         )
 
     def _busy(self, view: BackendView) -> int:
@@ -154,7 +179,15 @@ class NodeFacts:
             "ctx": entry.ctx,
             "backends": [self._backend_status(v) for v in self._supervisor.views() if v.model == entry.name],
         }
-        return body | ({"parked": True} if entry.name in self._supervisor.parked else {})
+        if entry.name in self._supervisor.parked:
+            body["parked"] = True
+        if entry.perf is not None:
+            body["perf"] = {
+                "overhead_ms": entry.perf.overhead_ms,
+                "prefill_ms_per_1k": entry.perf.prefill_ms_per_1k,
+                "samples": entry.perf.samples,
+            }
+        return body
 
     def _backend_status(self, view: BackendView) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -177,6 +210,19 @@ class NodeFacts:
             "last_lines": list(view.last_lines),
         }
         return body | {key: value for key, value in known.items() if value not in (None, "", [])}
+
+    def _listed(self) -> list[_Listed]:
+        """Models and aliases by name; an alias whose name a model bears is not one now."""
+        models = {m.name: _Listed(m.name, m.ctx) for m in self._fleet()}
+        aliases = {
+            alias["name"]: _Listed(
+                alias["name"],
+                models[alias["resolved"]].ctx if alias["resolved"] in models else None,
+                alias["target"],
+            )
+            for alias in self._aliases.listing()
+        }
+        return sorted((aliases | models).values())
 
     def _fleet(self, model: str | None = None) -> tuple[FleetModel, ...]:
         stale_after_s = self._config.routing.stale_after

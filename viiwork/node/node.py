@@ -11,14 +11,18 @@ import socket
 import time
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import aiohttp
 import msgspec
 
+from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
 from viiwork.api.park import Park
+from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
 from viiwork.config.model import Config
+from viiwork.core.choice import Choice, Question
 from viiwork.core.sessions import Binding
 from viiwork.core.stalls import StallWatch
 from viiwork.core.turn import Grant, Outcome
@@ -30,11 +34,21 @@ from viiwork.errors import MeshError, PortTaken
 from viiwork.host.gpus import card_pids
 from viiwork.host.network import port_owner
 from viiwork.kv.client import KvWorker
-from viiwork.limits import ENGINES_STOP_S, SILENT_S, STALL_LOOK_S, STALL_S
+from viiwork.limits import (
+    ENGINES_STOP_S,
+    MIB,
+    RAM_DEFAULT_MIB,
+    RAM_TOKEN_BYTES,
+    SILENT_S,
+    STALL_LOOK_S,
+    STALL_S,
+)
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.tailscale import tailnet_suffix
-from viiwork.node.dispatch import Dispatcher
+from viiwork.node.alias_store import AliasStore
+from viiwork.node.aliases import Aliases
+from viiwork.node.dispatch import Dispatcher, wall_ms
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.kv_push import KvPeers
@@ -43,7 +57,9 @@ from viiwork.node.machine import machine_facts
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.park import Parking
 from viiwork.node.paths import Folders, open_folders
+from viiwork.node.perf import PerfFile
 from viiwork.node.reload import Reloader
+from viiwork.node.trace import TraceFile
 from viiwork.node.web_pages import WebPages
 from viiwork.version import VERSION
 
@@ -86,16 +102,23 @@ class Node:
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
             facts = await self._machine_facts(self._config)
+            await self._perf.configured(self._config.models)
+            ending.push_async_callback(self._perf.save, now=True)
             await self._supervisor.start(facts, partial(card_pids, facts.vendor))
             ending.push_async_callback(self._drain)
             ending.push_async_callback(self._mesh.leave)
             tasks = [
                 asyncio.create_task(self._join_mesh(), name="mesh"),
+                asyncio.create_task(self._mesh.aliases.run(), name="aliases"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
                 asyncio.create_task(self._watch_stalls(), name="stalls"),
                 asyncio.create_task(self._reloader.run(), name="reload"),
                 asyncio.create_task(self._pages.follow_tailnet(), name="pages"),
+                asyncio.create_task(self._perf.run(), name="perf"),
             ]
+            if self._trace is not None:
+                ending.push_async_callback(self._trace.flush)
+                tasks.append(asyncio.create_task(self._trace.run(), name="trace"))
             for task in tasks:
                 task.add_done_callback(self._task_ended)
                 ending.push_async_callback(_cancel, task)
@@ -107,6 +130,7 @@ class Node:
     # -- building ------------------------------------------------------------------------------------
     def _build(self, folders: Folders) -> None:
         config, secret = self._config, self._loaded.secrets
+        alias_store = AliasStore.open(folders.state, wall_ms())  # first: it may end the start
         keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
         hidden = _hidden_env(self._loaded)
         self._engine_http = aiohttp.ClientSession(
@@ -116,8 +140,17 @@ class Node:
             trust_env=False,
         )
         self._dispatcher = Dispatcher(
-            self.name, config.routing, prepare=self._prepare, on_end=self._turn_ended
+            self.name,
+            config.routing,
+            prepare=self._prepare,
+            on_end=self._turn_ended,
+            ask_peers=lambda: self._mesh.ask_peers(),
+            on_decided=self._decided,
         )
+        policy = self._dispatcher.policy
+        trace = config.routing.trace
+        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
+        self._perf = PerfFile(folders.state, self._dispatcher.speeds, wall_s=time.time)
         self._supervisor = Supervisor(
             config.models,
             health=config.health,
@@ -133,8 +166,15 @@ class Node:
         for model in config.models:
             self._dispatcher.slots.add_model(model.name)  # before its first backend has loaded
         self._peer_client = PeerClient(self.name, keys)
+        aliases = Aliases(
+            self.name,
+            alias_store,
+            known=self._dispatcher.knows,
+            served=self._dispatcher.is_served,
+            on_write=lambda name, entry: self._mesh.aliases.written(name, entry),
+        )
         self._mesh = NodeMesh(
-            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal
+            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal, aliases
         )
         origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
         self._fingerprints = StateFingerprints(config.models)
@@ -159,10 +199,15 @@ class Node:
             f"viiwork-{secrets.token_hex(8)}",
             config,
             self._dispatcher,
+            aliases=aliases,
             supervisor=self._supervisor,
             addr=lambda: self._mesh.addr,
             kv_identity=self._kv.identity,
-            sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
+            sections={
+                "sessions": self._dispatcher.book.status,
+                "mesh": self._mesh.status,
+                "kv_share": self._kv.status,
+            },
         )
         self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
@@ -170,7 +215,11 @@ class Node:
             origins,
             self._facts,
             self._kv.receiver,
-            routes=Park(Parking(self.name, self._supervisor)).routes(),
+            [
+                *AliasApi(aliases).routes(),
+                *Park(Parking(self.name, self._supervisor)).routes(),
+                *Why(self.name, self._dispatcher.receipts, policy).routes(),
+            ],
             external=self._supervisor.external,
             allows_origin=self._pages.allows,
         )
@@ -196,6 +245,10 @@ class Node:
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
 
+    def _decided(self, request_id: str, question: Question, choice: Choice) -> None:
+        if self._trace is not None:
+            self._trace.add(request_id, question, choice)
+
     def _turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
         if not grant.is_forward:
             match outcome.result:
@@ -217,12 +270,15 @@ class Node:
                 self._stalls.looked(view.id, view.busy, cpu_seconds(view.pid), silent, now)
             for request_id in self._stalls.lost(self._dispatcher.running(), now):
                 self._api.inference.abandon(request_id, "its engine took it and stands still")
+            for request_id in self._dispatcher.lost_forwards(STALL_S):
+                self._api.inference.abandon(request_id, "its node left, or has fallen silent")
 
     def _backend_changed(self, view: BackendView) -> None:
         if self._epochs.get(view.id) != view.epoch:
             self._epochs[view.id] = view.epoch
             self._dispatcher.sessions.engine_restarted(view.id)
             self._told.discard(view.id)
+            self._dispatcher.sessions.ram_cache(view.id, self._ram_tokens(view))
         if view.status == "healthy" and view.id not in self._told:
             self._told.add(view.id)
             wanted = next((m.context for m in self._supervisor.models if m.name == view.model), 0)
@@ -271,6 +327,20 @@ class Node:
             if model.gpus and facts.vendor == "none":
                 log.warning("%s: no GPU tool found here, gpus %s may not be there", model.name, model.gpus)
         return facts
+
+    def _ram_tokens(self, view: BackendView) -> int:
+        """What the engine's RAM prompt cache is believed to take; 0 where operator arguments decide."""
+        model = next((m for m in self._supervisor.models if m.name == view.model), None)
+        if (
+            model is None
+            or model.engine != "llamacpp"
+            or any(arg.startswith(("--cache-ram", "-cram")) for arg in model.args)
+        ):
+            return 0
+        mib = model.llamacpp.cache_ram_mib
+        if mib == -1:
+            return view.ctx * view.n_slots  # bytes have no limit then, but tokens have
+        return (RAM_DEFAULT_MIB if mib is None else mib) * MIB // RAM_TOKEN_BYTES
 
     def _worker_lost(self) -> None:
         self._kv.worker_restarted()
