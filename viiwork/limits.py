@@ -113,9 +113,26 @@ CHANNEL_HEAD_MAX_BYTES = 16 * KIB  # head of the answer to an upgrade; ours are 
 CHANNEL_ERROR_MAX_BYTES = 4 * KIB  # body of a refused upgrade that is read for its message
 CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answers
 TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
-TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
-TAILSCALE_LOG_S = 10.0  # and say so, but not each time
-TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
+TAILSCALE_TIMEOUT_S = 3.0  # it answers from memory; a hung one must not hold the look for our address
+ADDRESS_LOOK_S = 2.0  # how often this machine's address is looked at: often enough to feel immediate
+PAUSE_LOOK_S = (
+    0.25  # how often it is asked whether the machine slept; reports are believed no longer than that
+)
+PAUSE_MIN_S = 1.0  # a shorter sleep ages no report noticeably
+MOVE_GRACE_S = 15.0  # members kept after this node moved until they are met again; a join takes 3 s
+FORMER_ADDRESSES_MAX = 16  # a roaming laptop's; about 100 B each
+HURRY_S = 75.0  # a moved node's old record is forgotten about 36 s later, at an exchange every 30 s at most
+HURRY_INTERVAL_S = 3.0  # rounds of discovery meanwhile
+HURRY_MEMBERS = 3  # present members asked in each of them
+ROUND_GAP_S = 0.5  # between two rounds of discovery, however often news come
+ROUNDS_AT_ONCE = 4  # rounds under way; one with silent addresses takes 3 s for each JOINS_AT_ONCE of them
+RECONNECT_S = 10.0  # how often a dead member is tried again: what a healed split costs at most
+GOSSIP_MAX_BYTES = 1200  # of a datagram: with all headers it fits the 1,280 bytes of a tailnet or IPv6 tunnel
+MDNS_INSTANCES_MAX = 128  # answers remembered; about 1 KiB each. More is a fault or an attack
+MDNS_ADDRESSES_MAX = 8  # addresses tried of one answer
+MDNS_TTL_S = 120  # how long others remember a node that ended without a goodbye
+MESH_STOP_S = 2.0  # for mDNS's goodbyes; a network that is gone must not hold the stop
+MDNS_ASK_S = 2.0  # for the details of an answer; a LAN answers in milliseconds
 
 # -- kv --------------------------------------------------------------------------------------------
 KV_STATE_MAX_BYTES = 256 * GIB  # one save-file; a larger claim is refused before anything is allocated

@@ -8,7 +8,7 @@ come.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from viiwork.core.capacity import ModelCapacity, PeerReport, is_fresh
 
@@ -48,6 +48,13 @@ class PeerTable:
             return
         peer.report = report
         peer.refused_at = {m: at for m, at in peer.refused_at.items() if at >= report.requested_at}
+
+    def slept(self, seconds: float) -> None:
+        """This machine was suspended: every report is older than the clock of a process tells."""
+        for peer in self._peers.values():
+            if (known := peer.report) is not None:
+                requested_at, received_at = known.requested_at - seconds, known.received_at - seconds
+                peer.report = replace(known, requested_at=requested_at, received_at=received_at)
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:

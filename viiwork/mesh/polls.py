@@ -69,6 +69,11 @@ class CapacityPoller:
             case "dead" | "left":
                 self._forget(event.member.name)
 
+    def ask_all(self) -> None:
+        """Poll everybody at once: what is known is old."""
+        for watch in self._watches.values():
+            watch.kick.set()
+
     def reports(self) -> dict[str, PeerReport]:
         """Last good report of each polled member, whatever its age."""
         return {name: w.report for name, w in self._watches.items() if w.report is not None}

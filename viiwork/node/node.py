@@ -121,7 +121,13 @@ class Node:
         )
         self._peer_client = PeerClient(self.name, keys)
         self._mesh = NodeMesh(
-            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal
+            self.name,
+            self._loaded,
+            keys,
+            self._peer_client,
+            self._dispatcher,
+            self._on_fatal,
+            self._listen_at,
         )
         origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
         worker = KvWorker(
@@ -133,7 +139,7 @@ class Node:
         self._kv = KvShare(
             config.kv_share,
             worker,
-            KvPeers(self.name, secret.current, self._peer_client, self._mesh.member),
+            KvPeers(self.name, self._peer_client, self._mesh.member),
             keys,
             origins,
             self._dispatcher,
@@ -167,6 +173,12 @@ class Node:
             by = f" (held by {owner})" if owner else ""
             raise PortTaken(f"API port {host}:{port}/tcp cannot be used: {error.strerror}{by}") from error
         return sock
+
+    async def _listen_at(self, ip: str) -> None:
+        """Peers look for the API at the mesh's address; a wildcard of IPv4 does not listen on IPv6."""
+        if self._config.api.host == "0.0.0.0" and ":" in ip:
+            await self._api.listen(ip, self._config.api.port)
+            log.info("api.listening url=http://[%s]:%d", ip, self._config.api.port)
 
     # -- what the parts tell one another -------------------------------------------------------------
     async def _prepare(self, grant: Grant) -> None:
@@ -225,7 +237,7 @@ class Node:
 
     async def _join_mesh(self) -> None:
         try:
-            await self._mesh.start()
+            await self._mesh.run()
         except MeshError as error:
             log.error("%s", error)
             self._on_fatal(error)
