@@ -20,6 +20,7 @@ from viiwork.errors import MeshError
 from viiwork.limits import MDNS_ADDRESSES_MAX, MDNS_ASK_S, MDNS_INSTANCES_MAX, MDNS_TTL_S, MESH_STOP_S
 from viiwork.mesh.library_log import quieten
 from viiwork.mesh.notices import one_line
+from viiwork.mesh.probe import is_own
 from viiwork.mesh.values import canonical_ip, host_port
 
 SERVICE = "_viiwork._tcp.local."
@@ -75,6 +76,8 @@ class Mdns:
     # -- the library ---------------------------------------------------------------------------------
     async def _open(self, addr: str, port: int) -> None:
         quieten("zeroconf")
+        if not is_own(addr):  # the library would leave a socket behind
+            raise MeshError(f"cannot use mDNS at {addr}: it is no address of this machine")
         mdns: AsyncZeroconf | None = None
         try:
             mdns = AsyncZeroconf(interfaces=[addr])

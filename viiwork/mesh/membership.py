@@ -25,11 +25,12 @@ from viiwork.limits import (
     DEPARTED_MAX,
     FORMER_ADDRESSES_MAX,
     GOSSIP_MAX_BYTES,
+    GOSSIP_STREAM_S,
+    HURRY_S,
     LEAVE_TIMEOUT_S,
     MEMBERS_MAX,
     MOVE_GRACE_S,
     NAME_GRACE_S,
-    RECONNECT_S,
 )
 from viiwork.mesh.admission import MeshIdentity, admit
 from viiwork.mesh.counters import UDP_LOOK_S, udp_loss, unread_packets
@@ -133,7 +134,8 @@ class Membership:
                 insecure_plaintext=self._id.is_open,
                 max_members=MEMBERS_MAX,
                 udp_max_payload=GOSSIP_MAX_BYTES,
-                reconnect_interval=RECONNECT_S,
+                tcp_timeout=GOSSIP_STREAM_S,
+                join_retries=1,  # the next round of discovery tries again
                 meta=self._id.meta(),
             )
             cluster = kinship.Cluster(config)
@@ -401,6 +403,8 @@ class Membership:
     async def _watch(self, cluster: kinship.Cluster) -> None:
         seen = udp_seen = cluster.stats()
         udp_due_at = self._now() + UDP_LOOK_S
+        # Who has just moved is not heard until its old record expires, which looks like lost datagrams.
+        quiet_until = self._now() + HURRY_S if self._former else 0.0
         with contextlib.suppress(kinship.KinshipClosed):
             while True:
                 await self._sleep(_WATCH_S)
@@ -409,7 +413,8 @@ class Membership:
                     self._problem(key, line)
                 seen = stats
                 if self._now() >= udp_due_at:
-                    if found := udp_loss(udp_seen, stats, self.local().gossip_port):
+                    found = udp_loss(udp_seen, stats, self.local().gossip_port)
+                    if found and udp_due_at - UDP_LOOK_S >= quiet_until:
                         self._problem(*found)
                     udp_seen, udp_due_at = stats, self._now() + UDP_LOOK_S
 

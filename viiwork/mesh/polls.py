@@ -131,7 +131,7 @@ class CapacityPoller:
             if report.node != member.name:
                 raise BadReport(f"{member.api} answers as {report.node!r}, not {member.name!r}")
         except (aiohttp.ClientError, OSError, TimeoutError, BadReport) as error:
-            failure = one_line(str(error) or type(error).__name__)
+            failure = "timed out" if isinstance(error, TimeoutError) else one_line(str(error))
             if failure != watch.failure:
                 log.info("capacity of %s: %s", member.name, failure)
             watch.failure = failure

@@ -14,6 +14,8 @@ from viiwork.limits import (
     HURRY_MEMBERS,
     HURRY_S,
     JOINS_AT_ONCE,
+    MISSING_INTERVAL_S,
+    MISSING_S,
     ROUND_GAP_S,
     ROUNDS_AT_ONCE,
     SEED_CANDIDATES_MAX,
@@ -63,7 +65,7 @@ class Rejoiner:
         self._task: asyncio.Task[None] | None = None
         self._rounds: set[asyncio.Task[int]] = set()
         self._kick = asyncio.Event()
-        self._hurry_until = 0.0
+        self._hurry_until = self._missing_until = 0.0
         self._trying: set[str] = set()
         self._gate = asyncio.Semaphore(JOINS_AT_ONCE)
         self._said: dict[str, str] = {}  # feeder -> its last error
@@ -90,6 +92,11 @@ class Rejoiner:
         self._hurry_until = self._now() + HURRY_S
         self._kick.set()
 
+    def missing(self) -> None:
+        """A member died. It, or the half of the network it stands for, may be back soon."""
+        self._missing_until = self._now() + MISSING_S
+        self._kick.set()
+
     def problems(self) -> list[str]:
         """Sources that gave no addresses in the last round, one line each."""
         return [f"no addresses from {name}: {text}" for name, text in self._said.items()]
@@ -110,12 +117,15 @@ class Rejoiner:
             self._rounds.add(round_)
             round_.add_done_callback(self._ended)
             await asyncio.sleep(min(ROUND_GAP_S, self._interval_s))
-            hurry = self._now() < self._hurry_until
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    min(HURRY_INTERVAL_S, self._interval_s) if hurry else self._interval_s
-                ):
+                async with asyncio.timeout(self._pause_s()):
                     await self._kick.wait()
+
+    def _pause_s(self) -> float:
+        now, pause_s = self._now(), self._interval_s
+        if now < self._missing_until:
+            pause_s = min(pause_s, MISSING_INTERVAL_S)
+        return min(pause_s, HURRY_INTERVAL_S) if now < self._hurry_until else pause_s
 
     def _ended(self, task: asyncio.Task[int]) -> None:
         self._rounds.discard(task)

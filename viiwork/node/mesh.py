@@ -225,6 +225,8 @@ class NodeMesh:
         if event.kind in ("dead", "left"):
             self._dispatcher.peers.remove(member.name)
             self._dispatcher.sessions.node_gone(member.name)
+            if event.kind == "dead" and self._rejoiner is not None:
+                self._rejoiner.missing()
         elif member.role == "node" and event.kind != "conflict":
             self._dispatcher.peers.put(member.name, f"http://{member.api}")
         self._poller.on_member(event)

@@ -99,7 +99,7 @@ class Node:
     # -- building ------------------------------------------------------------------------------------
     def _build(self, folders: Folders) -> None:
         config, secret = self._config, self._loaded.secrets
-        keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
+        keys = tuple(dict.fromkeys(key for key in (secret.current, secret.previous) if key is not None))
         hidden = frozenset((config.mesh.secret_env, config.mesh.secret_prev_env))
         self._engine_http = aiohttp.ClientSession(
             # llama.cpp closes idle connections after 5 s; a POST must not meet a closed one.
