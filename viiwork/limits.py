@@ -98,6 +98,9 @@ DISCOVERY_TIMEOUT_S = 10.0  # a silent source of addresses must not hold the oth
 PEER_CONNECT_S = 0.5  # a peer is in the same building or tailnet; slower is as good as down
 PEER_KEEPALIVE_S = 4.0  # engines and nodes close idle connections after 5 s; reuse must end before that
 CAPACITY_BODY_MAX_BYTES = 1 * MIB  # body of one capacity report; held while it is decoded
+CAPACITY_BODY_KEPT_BYTES = (
+    64 * KIB
+)  # of a member's last body, so that the same one is not decoded again; 64 MiB
 CAPACITY_MODELS_MAX = 1024  # models in one report; about 400 B each, 400 KiB a member
 CAPACITY_COUNT_MAX = 1_000_000  # slots, busy, queued, backends; a sum over MEMBERS_MAX stays well in 64 bits
 CAPACITY_CTX_MAX_TOKENS = 2**31 - 1  # the engine counts tokens in 32 bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,24 @@ async def until_all_see_all(http: aiohttp.ClientSession, nodes: list[NodeProcess
     everyone = {(node.name, node.host) for node in nodes}
     for node in nodes:
         await node.until(http, "aware of everyone", lambda s: alive(s) == everyone)
+
+
+def until_says(netns: str, text: str, within_s: float = 60) -> str:
+    """The node's status, asked inside its namespace, once it holds `text`."""
+    program = (
+        "import sys, time, urllib.request\n"
+        "while True:\n"
+        "    try:\n"
+        "        answer = urllib.request.urlopen('http://127.0.0.1:8086/v1/status', timeout=5)\n"
+        "        body = answer.read().decode()\n"
+        "    except OSError:\n"
+        "        body = ''\n"
+        f"    if {text!r} in body:\n"
+        "        sys.exit(print(body))\n"
+        "    time.sleep(0.1)\n"
+    )
+    command = ["ip", "netns", "exec", netns, sys.executable, "-S", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=True).stdout
 
 
 async def ask(

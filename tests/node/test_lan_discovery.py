@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.netns import Lan, ip
 
-from .lan import alive, ask, fake_model, lan_node, running, state_of, until_all_see_all
+from .lan import alive, ask, fake_model, lan_node, running, state_of, until_all_see_all, until_says
 
 pytestmark = pytest.mark.netns
 
@@ -110,24 +110,6 @@ async def test_a_node_starts_without_any_network_and_joins_when_there_is_one(
             lan.route(1)
             await until_all_see_all(http, nodes)
             assert nodes[1].log.count("waiting for an address") == 1
-
-
-def until_says(netns: str, text: str) -> str:
-    """The node's status, asked inside its namespace, once it holds `text`."""
-    program = (
-        "import sys, time, urllib.request\n"
-        "while True:\n"
-        "    try:\n"
-        "        answer = urllib.request.urlopen('http://127.0.0.1:8086/v1/status', timeout=5)\n"
-        "        body = answer.read().decode()\n"
-        "    except OSError:\n"
-        "        body = ''\n"
-        f"    if {text!r} in body:\n"
-        "        sys.exit(print(body))\n"
-        "    time.sleep(0.1)\n"
-    )
-    command = ["ip", "netns", "exec", netns, sys.executable, "-S", "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 async def test_a_node_whose_address_changes_is_met_again_at_the_new_one_without_a_restart(

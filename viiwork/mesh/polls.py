@@ -18,7 +18,7 @@ import aiohttp
 
 from viiwork.core.capacity import CapacityReport, PeerReport
 from viiwork.errors import BadReport
-from viiwork.limits import CAPACITY_BODY_MAX_BYTES, PEER_CONNECT_S, RTT_ALPHA
+from viiwork.limits import CAPACITY_BODY_KEPT_BYTES, CAPACITY_BODY_MAX_BYTES, PEER_CONNECT_S, RTT_ALPHA
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member, MemberEvent
@@ -38,6 +38,7 @@ class _Watch:
     kick: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     report: PeerReport | None = None
+    body: bytes = b""  # what `report` was decoded from; an idle node says the same every second
     rtt_s: float | None = None
     failure: str = ""
 
@@ -127,7 +128,9 @@ class CapacityPoller:
     async def _poll(self, watch: _Watch) -> None:
         member, requested_at = watch.member, self._now()
         try:
-            report = decode_report(await self._fetch(member))
+            body = await self._fetch(member)
+            known = watch.report if body == watch.body else None
+            report = decode_report(body) if known is None else known.report
             if report.node != member.name:
                 raise BadReport(f"{member.api} answers as {report.node!r}, not {member.name!r}")
         except (aiohttp.ClientError, OSError, TimeoutError, BadReport) as error:
@@ -141,6 +144,7 @@ class CapacityPoller:
         if watch.rtt_s is not None:
             rtt_s = watch.rtt_s + RTT_ALPHA * (rtt_s - watch.rtt_s)
         watch.rtt_s, watch.failure = rtt_s, ""
+        watch.body = body if len(body) <= CAPACITY_BODY_KEPT_BYTES else b""
         watch.report = PeerReport(report, requested_at, received_at, rtt_s, member.api)
         try:
             self._on_report(member.name, report, requested_at, received_at, rtt_s)
