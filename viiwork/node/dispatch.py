@@ -153,6 +153,10 @@ class Dispatcher:
             if isinstance(decision, Refuse):
                 future.set_exception(decision.error(decision.message))
                 continue
+            if now >= waiter.deadline:  # this process stood still: its time was over before the slot was free
+                message = f"no slot for {waiter.ask.model!r} became free in time"
+                future.set_exception(QueueTimeout(message))
+                continue
             grant = self._grant(waiter.ask, decision, now)
             grant.queued_s += now - waiter.since
             future.set_result(grant)
