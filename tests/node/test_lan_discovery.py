@@ -133,6 +133,7 @@ async def test_a_node_whose_address_changes_is_met_again_at_the_new_one_without_
             await until_all_see_all(http, nodes)
             assert moved.pid == pid and moved.process is not None and moved.process.poll() is None
             assert "bears our name" not in moved.log
+        assert not [node.name for node in nodes if "Traceback" in node.log]
 
 
 async def test_a_cable_pulled_and_plugged_in_again_mends_itself(tmp_path: Path, http: aiohttp.ClientSession):
@@ -145,6 +146,7 @@ async def test_a_cable_pulled_and_plugged_in_again_mends_itself(tmp_path: Path, 
             lan.link(1, "up")
             await until_all_see_all(http, nodes)
             assert "mesh.moved" not in nodes[1].log
+        assert not [node.name for node in nodes if "Traceback" in node.log]
 
 
 async def test_a_node_stopped_for_seconds_calls_nobody_dead_when_it_goes_on(

@@ -102,9 +102,10 @@ class NodeMesh:
 
     def status(self) -> dict[str, Any]:
         failures = self._poller.failures()
+        is_joined = self._membership is not None and self._membership.is_running
         body: dict[str, Any] = {
             "mode": "secured" if self._keys else "open",
-            "state": "joined" if self._membership is not None else "looking for an own address",
+            "state": "joined" if is_joined else "looking for an own address",
             "members": [
                 {"node": m.name, "addr": m.addr, "api": m.api, "state": m.state, "ver": m.version}
                 for m in self.members()
@@ -128,7 +129,8 @@ class NodeMesh:
                 await self._join(own)
             elif own.ip != self.addr or not self._membership.is_running:
                 await self._move(self._membership, own)
-        except NoOwnAddress as error:  # networks come and go; the API stays up meanwhile
+        except (NoOwnAddress, OSError) as error:
+            # Networks come and go, an interface even while it is looked at; the API stays up meanwhile.
             self._problem("address", f"waiting for an address: {error}")
         else:
             self._problems.clear("address")

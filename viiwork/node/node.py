@@ -50,6 +50,7 @@ class Node:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()  # a second signal: wait for nothing
         self._failed = False
+        self._listening: set[str] = set()  # addresses of the mesh the API listens on beside api.host
 
     async def run(self) -> int:
         """Serve until SIGTERM, SIGINT or a fatal error; the answer is the exit code."""
@@ -176,7 +177,8 @@ class Node:
 
     async def _listen_at(self, ip: str) -> None:
         """Peers look for the API at the mesh's address; a wildcard of IPv4 does not listen on IPv6."""
-        if self._config.api.host == "0.0.0.0" and ":" in ip:
+        if self._config.api.host == "0.0.0.0" and ":" in ip and ip not in self._listening:
+            self._listening.add(ip)
             await self._api.listen(ip, self._config.api.port)
             log.info("api.listening url=http://[%s]:%d", ip, self._config.api.port)
 
