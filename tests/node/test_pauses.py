@@ -13,6 +13,8 @@ from viiwork.config.model import RoutingSection
 from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport
 from viiwork.mesh.peer import PeerClient
 from viiwork.node import mesh
+from viiwork.node.alias_store import AliasStore
+from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.mesh import NodeMesh
 
@@ -20,7 +22,7 @@ from .lan import NO_SHARING, ask, fake_model
 from .nodes import NodeProcess, free_port
 
 
-async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch):
+async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch, tmp_path: Path):
     asleep = [5.0]
     monkeypatch.setattr(mesh, "suspended_s", lambda: asleep[0])
     config = (
@@ -42,6 +44,7 @@ async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch):
         client,
         dispatcher,
         print,
+        Aliases("a", AliasStore.open(tmp_path, 0), known=dispatcher.knows, served=dispatcher.is_served),
         address_taken := Addresses(),
     )
     running = asyncio.create_task(node.run())
@@ -52,9 +55,9 @@ async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch):
         dispatcher.peers.reported(
             "b", PeerReport(CapacityReport("b", "1", (model,)), 100.0, 100.0, 0.1, "b:1")
         )
-        assert list(dispatcher.peers.serving("m", 100.5))
+        assert dispatcher.peers.offers("m", 100.5)
         asleep[0] += 3 * 3600
-        while list(dispatcher.peers.serving("m", 100.5)):
+        while dispatcher.peers.offers("m", 100.5):
             await asyncio.sleep(0.01)
         assert dispatcher.peers.knows("m")
     finally:

@@ -58,8 +58,9 @@ class Membership:
     """Owner of the member table.
 
     `on_event` hears everything that happens to other members, in order, and conflicts of any name once a
-    minute. `on_key` hears which secret to sign with, whenever that changes. `on_fatal` is called once if this
-    node must give up its name. All run on the event loop.
+    minute. `on_message` gets what members sent with `send`; the name of the sender is what it claims.
+    `on_key` hears which secret to sign with, whenever that changes. `on_fatal` is called once if this node
+    must give up its name. All run on the event loop.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Membership:
         on_event: Callable[[MemberEvent], None],
         on_fatal: Callable[[MeshError], None] | None = None,
         on_key: Callable[[bytes], None] | None = None,
+        on_message: Callable[[str, bytes], None] | None = None,
         port_owner: Callable[[int, str], str | None] | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -77,6 +79,7 @@ class Membership:
         self._on_event = on_event
         self._on_fatal = on_fatal
         self._on_key = on_key
+        self._on_message = on_message
         self._port_owner = port_owner
         self._now = now
         self._sleep = sleep
@@ -181,6 +184,17 @@ class Membership:
         for address in addresses:
             answered += await self._join_one(address)
         return answered
+
+    async def send(self, name: str, data: bytes) -> None:
+        """Send a member at most 64 KiB, the first byte for their kind; nothing tells whether they came."""
+        if self._cluster is not None:
+            try:
+                await self._cluster.send(name, data)
+            except kinship.MessageTooLarge:
+                raise  # our own bug
+            except (kinship.KinshipError, OSError) as error:
+                # It may have left in this moment; whoever sends repeats what matters.
+                log.debug("message to %s: %s", name, error)
 
     def members(self) -> list[Member]:
         """This node first, then the others by name; departed ones for 24 h."""
@@ -301,6 +315,8 @@ class Membership:
                         self._depart(m.name, "left")
                     case kinship.NameConflict(member=m, other_addr=other):
                         self._conflict(m, other)
+                    case kinship.UserMessage(sender=m, data=data):
+                        self._hear(m.name, data)
                     case kinship.EventsLost():
                         self._resync(cluster)
                 await self._choose_key(cluster)
@@ -308,6 +324,15 @@ class Membership:
             # Whatever it was, nobody would hear of a change any more: better to stop than to go on blind.
             log.exception("membership stopped")
             self._die(MeshError(f"membership stopped: {one_line(str(error) or type(error).__name__)}"))
+
+    def _hear(self, name: str, data: bytes) -> None:
+        """Pass a message on, if it is of a member of ours."""
+        if self._on_message is None or name not in self._members:
+            return
+        try:
+            self._on_message(name, data)
+        except Exception:  # a listener's bug must not end membership for everybody else
+            log.exception("a listener failed on a message of %s", name)
 
     def _see(self, raw: kinship.Member, kind: EventKind) -> None:
         """Take over what gossip says of a present member, unless it is not one of ours."""

@@ -14,7 +14,7 @@ from viiwork.core.capacity import CapacityReport, PeerReport
 from viiwork.errors import MeshError, NoOwnAddress
 from viiwork.host.clock import suspended_s
 from viiwork.host.network import address_towards, default_route_address, holds_address, port_owner
-from viiwork.limits import ADDRESS_LOOK_S, PAUSE_LOOK_S, PAUSE_MIN_S
+from viiwork.limits import ADDRESS_LOOK_S, HOLDINGS_ASK_S, PAUSE_LOOK_S, PAUSE_MIN_S
 from viiwork.mesh.address import OwnAddress, own_address
 from viiwork.mesh.admission import MeshIdentity
 from viiwork.mesh.mdns import Mdns
@@ -25,8 +25,11 @@ from viiwork.mesh.polls import CapacityPoller
 from viiwork.mesh.rejoin import Feeder, Rejoiner, departed, seeds
 from viiwork.mesh.tailscale import tailnet
 from viiwork.mesh.values import Member, MemberEvent, split_host_port
+from viiwork.node.alias_gossip import AliasGossip
+from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
 from viiwork.version import VERSION
+from viiwork.wire.aliases import MESSAGE_KIND
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class NodeMesh:
         client: PeerClient,
         dispatcher: Dispatcher,
         on_fatal: Callable[[MeshError], None],
+        aliases: Aliases,
         on_address: OnAddress,
     ) -> None:
         self._name = name
@@ -60,6 +64,7 @@ class NodeMesh:
         mdns = mesh.lan.mdns == "on" or (mesh.lan.mdns == "auto" and mesh.network == "lan")
         self._mdns = Mdns(name, self._on_news) if mdns else None
         self._problems = Problems()
+        self.aliases = AliasGossip(aliases, members=self._alive, send=self._send)
         self.addr = ""  # "" while the node looks for its own address
 
     async def run(self) -> None:
@@ -72,7 +77,7 @@ class NodeMesh:
             now = time.monotonic()
             if (asleep_s := suspended_s() - slept_s) >= PAUSE_MIN_S:
                 slept_s += asleep_s
-                self._woke(asleep_s)
+                await self._woke(asleep_s)
                 look_at = now
             if now >= look_at:
                 await self._look()
@@ -92,6 +97,10 @@ class NodeMesh:
             )
         finally:
             self._membership = None
+
+    async def ask_peers(self) -> None:
+        """Hear at once what the peers hold now."""
+        await self._poller.ask_now(HOLDINGS_ASK_S)
 
     def members(self) -> list[Member]:
         return self._membership.members() if self._membership is not None else []
@@ -151,6 +160,7 @@ class NodeMesh:
             identity,
             on_event=self._on_event,
             on_fatal=self._on_fatal,
+            on_message=self._on_message,
             on_key=self._on_key,
             port_owner=port_owner,
         )
@@ -192,12 +202,12 @@ class NodeMesh:
         ways = (address_towards(*split_host_port(seed)) for seed in self._config.mesh.seeds)
         return default_route_address() or next((ip for ip in ways if ip is not None), None)
 
-    def _woke(self, asleep_s: float) -> None:
+    async def _woke(self, asleep_s: float) -> None:
         log.warning("node.woke asleep_s=%.0f", asleep_s)
         self._dispatcher.peers.slept(asleep_s)
-        self._poller.ask_all()
         if self._rejoiner is not None:
             self._rejoiner.kick()
+        await self.ask_peers()
 
     # -- discovery -----------------------------------------------------------------------------------
     def _feeders(self, membership: Membership) -> dict[str, Feeder]:
@@ -217,6 +227,18 @@ class NodeMesh:
         if self._rejoiner is not None:
             self._rejoiner.kick()
 
+    # -- messages ------------------------------------------------------------------------------------
+    def _alive(self) -> list[str]:
+        return [m.name for m in self.members()[1:] if m.state in ("alive", "suspect")]
+
+    async def _send(self, name: str, data: bytes) -> None:
+        if self._membership is not None:
+            await self._membership.send(name, data)
+
+    def _on_message(self, name: str, data: bytes) -> None:
+        if data[:1] == MESSAGE_KIND:  # other kinds are of later versions
+            self.aliases.message(name, data)
+
     # -- events --------------------------------------------------------------------------------------
     def _on_key(self, key: bytes) -> None:
         self._client.key = key
@@ -226,7 +248,8 @@ class NodeMesh:
         log.info("member.%s name=%s addr=%s", event.kind, member.name, event.other_addr or member.api)
         if event.kind in ("dead", "left"):
             self._dispatcher.peers.remove(member.name)
-            self._dispatcher.sessions.node_gone(member.name)
+            self.aliases.gone(member.name)
+            self._dispatcher.book.node_gone(member.name)
             if event.kind == "dead" and self._rejoiner is not None:
                 self._rejoiner.missing()
         elif member.role == "node" and event.kind != "conflict":
@@ -239,7 +262,10 @@ class NodeMesh:
     ) -> None:
         member = self.member(name)
         api = member.api if member is not None else ""
+        self.aliases.reported(name, report.aliases)
         self._dispatcher.peers.reported(name, PeerReport(report, requested_at, received_at, rtt_s, api))
+        if report.holdings is not None:
+            self._dispatcher.book.reported(name, report.holdings, requested_at)
         self._dispatcher.wake()
 
     def _problem(self, key: str, line: str) -> None:
