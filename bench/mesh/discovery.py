@@ -24,7 +24,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.fakes.netns import Lan
-from tests.node.lan import alive, fake_model, lan_node, state_of
+from tests.node.lan import aliases, alive, fake_model, lan_node, set_alias, state_of
 from tests.node.nodes import NodeProcess
 
 POLL_S = 0.02
@@ -34,6 +34,7 @@ BARS_S = {
     "killed: not routed to": 3.0,
     "killed: dead": 12.0,
     "split: one mesh again": 65.0,
+    "split: one alias table": 65.0,
 }
 
 
@@ -83,14 +84,24 @@ async def measure(n: int, split_s: float, folder: Path) -> dict[str, float]:
                 async def apart() -> bool:
                     return all([len(alive(await node.status(http))) < n for node in rest])
 
-                await asyncio.sleep(0)
                 began = time.monotonic()
                 # This process stays with the larger part; the smaller one is asked again after the split.
                 rest = [node for i, node in enumerate(nodes) if i not in few]
                 figures["split: noticed"] = await until("apart", apart)
+                for node in (nodes[0], nodes[-1]):  # one in each part
+                    await asyncio.to_thread(set_alias, node, f"of-{node.name}", "m")
+                    await asyncio.to_thread(set_alias, node, "both", node.name)
+
+                async def one_table() -> bool:
+                    tables = [await aliases(http, node) for node in nodes]
+                    return len(tables[0]) == 3 and all(table == tables[0] for table in tables)
+
                 await asyncio.sleep(max(split_s - (time.monotonic() - began), 0.0))
                 lan.heal()
-                figures["split: one mesh again"] = await until("one mesh", all_see_all)
+                view_s, table_s = await asyncio.gather(
+                    until("one mesh", all_see_all), until("one table", one_table)
+                )
+                figures |= {"split: one mesh again": view_s, "split: one alias table": table_s}
             finally:
                 for node in nodes:
                     node.end()

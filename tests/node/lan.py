@@ -65,6 +65,17 @@ async def until_all_see_all(http: aiohttp.ClientSession, nodes: list[NodeProcess
         await node.until(http, "aware of everyone", lambda s: alive(s) == everyone)
 
 
+def set_alias(node: NodeProcess, name: str, target: str) -> None:
+    """As an operator on the node's machine does; an open mesh takes it from there alone."""
+    words = ["alias", "set", name, target, "--force", "--node", "127.0.0.1:8086"]
+    command = ["ip", "netns", "exec", node.netns, sys.executable, "-m", "viiwork", *words]
+    subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+
+async def aliases(http: aiohttp.ClientSession, node: NodeProcess) -> dict[str, str]:
+    return {alias["name"]: alias["target"] for alias in (await node.get(http, "/v1/aliases"))["aliases"]}
+
+
 def until_says(netns: str, text: str, within_s: float = 60) -> str:
     """The node's status, asked inside its namespace, once it holds `text`."""
     program = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -14,7 +15,18 @@ import pytest
 
 from tests.fakes.netns import Lan, ip
 
-from .lan import alive, ask, fake_model, lan_node, running, state_of, until_all_see_all, until_says
+from .lan import (
+    aliases,
+    alive,
+    ask,
+    fake_model,
+    lan_node,
+    running,
+    set_alias,
+    state_of,
+    until_all_see_all,
+    until_says,
+)
 
 pytestmark = pytest.mark.netns
 
@@ -91,8 +103,17 @@ async def test_a_split_network_merges_again_without_seeds(tmp_path: Path, http: 
             lan.split(2, 3)
             for node, gone in ((nodes[0], "n2"), (nodes[1], "n3")):
                 await node.until(http, "alone", lambda s, gone=gone: state_of(s, gone) == "dead")
+            for node in (nodes[0], nodes[2]):
+                set_alias(node, f"of-{node.name}", "m")
+                set_alias(node, "both", node.name)
             lan.heal()
             await until_all_see_all(http, nodes)
+            async with asyncio.timeout(60):
+                tables: list[dict[str, str]] = [{}]
+                while len(tables[0]) < 3 or any(table != tables[0] for table in tables):
+                    await asyncio.sleep(0.1)
+                    tables = [await aliases(http, node) for node in nodes]
+            assert tables[0].keys() == {"of-n0", "of-n2", "both"}
 
 
 async def test_a_node_starts_without_any_network_and_joins_when_there_is_one(
