@@ -171,6 +171,9 @@ DISCOVERY_TIMEOUT_S = 10.0  # a silent source of addresses must not hold the oth
 PEER_CONNECT_S = 0.5  # a peer is in the same building or tailnet; slower is as good as down
 PEER_KEEPALIVE_S = 4.0  # engines and nodes close idle connections after 5 s; reuse must end before that
 CAPACITY_BODY_MAX_BYTES = 1 * MIB  # body of one capacity report; held while it is decoded
+CAPACITY_BODY_KEPT_BYTES = (
+    64 * KIB
+)  # of a member's last body, so that the same one is not decoded again; 64 MiB
 CAPACITY_MODELS_MAX = 1024  # models in one report; about 400 B each, 400 KiB a member
 CAPACITY_COUNT_MAX = 1_000_000  # slots, busy, queued, backends; a sum over MEMBERS_MAX stays well in 64 bits
 CAPACITY_CTX_MAX_TOKENS = 2**31 - 1  # the engine counts tokens in 32 bits
@@ -186,10 +189,29 @@ CHANNEL_HEAD_MAX_BYTES = 16 * KIB  # head of the answer to an upgrade; ours are 
 CHANNEL_ERROR_MAX_BYTES = 4 * KIB  # body of a refused upgrade that is read for its message
 CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answers
 TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
-TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
-TAILSCALE_LOG_S = 10.0  # and say so, but not each time
+TAILSCALE_TIMEOUT_S = 3.0  # it answers from memory; a hung one must not hold the look for our address
+ADDRESS_LOOK_S = 2.0  # how often this machine's address is looked at: often enough to feel immediate
+PAUSE_LOOK_S = (
+    0.25  # how often it is asked whether the machine slept; reports are believed no longer than that
+)
+PAUSE_MIN_S = 1.0  # a shorter sleep ages no report noticeably
+MOVE_GRACE_S = 15.0  # members kept after this node moved until they are met again; a join takes 3 s
+FORMER_ADDRESSES_MAX = 16  # a roaming laptop's; about 100 B each
+HURRY_S = 75.0  # a moved node's old record is forgotten about 36 s later, at an exchange every 30 s at most
+HURRY_INTERVAL_S = 3.0  # rounds of discovery meanwhile
+HURRY_MEMBERS = 3  # present members asked in each of them
+ROUND_GAP_S = 0.5  # between two rounds of discovery, however often news come
+ROUNDS_AT_ONCE = 4  # rounds under way; one with silent addresses takes 3 s for each JOINS_AT_ONCE of them
+MISSING_INTERVAL_S = 10.0  # rounds of discovery after a member died: what a healed split costs at most
+MISSING_S = 600.0  # and for how long; later the usual interval finds it
+GOSSIP_STREAM_S = 3.0  # one exchange of all members over TCP; 1,024 of them are about 200 KiB
+GOSSIP_MAX_BYTES = 1200  # of a datagram: with all headers it fits the 1,280 bytes of a tailnet or IPv6 tunnel
+MDNS_INSTANCES_MAX = 128  # answers remembered; about 1 KiB each. More is a fault or an attack
+MDNS_ADDRESSES_MAX = 8  # addresses tried of one answer
+MDNS_TTL_S = 120  # how long others remember a node that ended without a goodbye
+MESH_STOP_S = 2.0  # for mDNS's goodbyes; a network that is gone must not hold the stop
+MDNS_ASK_S = 2.0  # for the details of an answer; a LAN answers in milliseconds
 TAILNET_NAME_ASK_S = 60.0  # for CORS: a page of a tailnet just joined is let in after that
-TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
 ALIAS_MESSAGE_MAX_BYTES = 60 * KIB  # a piece of the table; kinship sends at most 64 KiB, envelope included
 ALIAS_INBOX_MAX = 64  # messages not looked at yet, 4 MiB; what is dropped is sent again when tables differ
 ALIAS_OUTBOX_MAX = 256  # writes not told yet, 1 KB each; as above

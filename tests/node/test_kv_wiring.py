@@ -218,7 +218,7 @@ async def test_a_turn_that_must_stay_stops_a_push_that_is_under_way():
     started: list[int] = []
     pusher = Pusher(
         KvShareSection(min_tokens=1),
-        KvPeers("a", None, None, lambda name: None),  # type: ignore[arg-type]
+        KvPeers("a", None, lambda name: None),  # type: ignore[arg-type]
         d,
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]

@@ -77,6 +77,7 @@ class Node:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()  # a second signal: wait for nothing
         self._failed = False
+        self._listening: set[str] = set()  # addresses of the mesh the API listens on beside api.host
 
     async def run(self) -> int:
         """Serve until SIGTERM, SIGINT or a fatal error; the answer is the exit code."""
@@ -131,7 +132,7 @@ class Node:
     def _build(self, folders: Folders) -> None:
         config, secret = self._config, self._loaded.secrets
         alias_store = AliasStore.open(folders.state, wall_ms())  # first: it may end the start
-        keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
+        keys = tuple(dict.fromkeys(key for key in (secret.current, secret.previous) if key is not None))
         hidden = _hidden_env(self._loaded)
         self._engine_http = aiohttp.ClientSession(
             # llama.cpp closes idle connections after 5 s; a POST must not meet a closed one.
@@ -174,7 +175,14 @@ class Node:
             on_write=lambda name, entry: self._mesh.aliases.written(name, entry),
         )
         self._mesh = NodeMesh(
-            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal, aliases
+            self.name,
+            self._loaded,
+            keys,
+            self._peer_client,
+            self._dispatcher,
+            self._on_fatal,
+            aliases,
+            self._listen_at,
         )
         origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
         self._fingerprints = StateFingerprints(config.models)
@@ -187,7 +195,7 @@ class Node:
         self._kv = KvShare(
             config.kv_share,
             worker,
-            KvPeers(self.name, secret.current, self._peer_client, self._mesh.member),
+            KvPeers(self.name, self._peer_client, self._mesh.member),
             keys,
             origins,
             self._dispatcher,
@@ -240,6 +248,13 @@ class Node:
             by = f" (held by {owner})" if owner else ""
             raise PortTaken(f"API port {host}:{port}/tcp cannot be used: {error.strerror}{by}") from error
         return sock
+
+    async def _listen_at(self, ip: str) -> None:
+        """Peers look for the API at the mesh's address; a wildcard of IPv4 does not listen on IPv6."""
+        if self._config.api.host == "0.0.0.0" and ":" in ip and ip not in self._listening:
+            self._listening.add(ip)
+            await self._api.listen(ip, self._config.api.port)
+            log.info("api.listening url=http://[%s]:%d", ip, self._config.api.port)
 
     # -- what the parts tell one another -------------------------------------------------------------
     async def _prepare(self, grant: Grant) -> None:
@@ -351,7 +366,7 @@ class Node:
 
     async def _join_mesh(self) -> None:
         try:
-            await self._mesh.start()
+            await self._mesh.run()
         except MeshError as error:
             log.error("%s", error)
             self._on_fatal(error)
