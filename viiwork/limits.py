@@ -24,6 +24,7 @@ SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the en
 ANSWER_HEAD_MAX_BYTES = 64 * KIB  # of an engine or peer; one is held per exchange
 ANSWER_TAIL_BYTES = 256 * KIB  # kept of a non-streamed answer to read its token counts; as above
 CONNECT_S = 3.0  # to an engine or a peer; one lost SYN is resent after 1 s
+COMMENT_EVERY_S = 10.0  # into a silent stream; clients and proxies that give up do so after 30 s or more
 ROUTE_ATTEMPTS_MAX = 16  # routes tried for one request; the dispatcher normally ends it long before
 UPSTREAM_IDLE_S = 4.0  # a kept-alive connection to an engine; llama.cpp closes them after 5 s
 UPSTREAM_IDLE_MAX = 256  # such connections kept in all, about 20 KiB each
@@ -37,6 +38,10 @@ PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long bro
 NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names; a longer one could join no mesh
 SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it the oldest is forgotten
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
+ACTIVITY_FOLLOWERS_MAX = 16  # of one node's activity; each buffers at most 32 events of 264 B
+ACTIVITY_BUFFER_EVENTS = 32  # a follower that is further behind skips events, it must not hold the node up
+ACTIVITY_REPLAY_MS = 30_000  # of the past, shown to a new follower: what an operator still wonders about
+LOG_VALUE_MAX_CHARS = 200  # of one value of a log line that may come from a client or a peer
 
 # -- config ----------------------------------------------------------------------------------------
 CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; held once while it is read
@@ -159,3 +164,25 @@ KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model pr
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB
+REQUEST_LINES_PER_S = 50  # log lines of ended requests; a fleet's real turns are fewer, a load test's are not
+METRIC_MODELS_MAX = 256  # models with figures of their own; peers name models too. 40 numbers each, 1 MiB
+METRIC_WORDS_MAX = 64  # kinds shown of one block of numbers; a peer's refusal can bring words of its own
+STATUS_POLL_S = (
+    5.0  # of every member's /v1/status while somebody looks at the cluster; 6 a second in 32 nodes
+)
+STATUS_TIMEOUT_S = 2.0  # for one answer; also how long the first /v1/cluster waits for its first round
+STATUS_BODY_MAX_BYTES = 4 * MIB  # of one status; 256 models with 50 log lines a backend are about 2 MiB
+STATUSES_MAX_BYTES = 64 * MIB  # of all members' statuses held; beyond it a member shows none
+STATUS_KEPT_S = 20.0  # four polls; an older status would show a picture that stands still
+STATUS_POLLS_AT_ONCE = 16  # under way; each holds at most one body
+CLUSTER_WATCHED_S = 60.0  # polling goes on for so long after the last question for the cluster
+CLUSTER_LOOK_S = 1.0  # how often the stream looks for a changed picture
+VIEWER_BUFFER_FRAMES = 256  # of one viewer of the mesh stream; one that is further behind is cut off
+VIEWERS_MAX = 32  # of the mesh stream; snapshots of 32 nodes are about 200 KiB, a frame's bytes are shared
+HUB_MEMBERS_MAX = 128  # members whose activity is followed; 256 events of at most 1.2 KiB each, 40 MiB
+HUB_EVENTS_PER_MEMBER = 256  # kept of each for viewers that come later
+HUB_FRAME_MAX_BYTES = 64 * KIB  # of a member's stream without an event's end; its events are under 1 KiB
+HUB_SILENCE_S = 30.0  # three missed comments: the member's stream is dead
+HUB_RETRY_MIN_S = 1.0  # before a member is followed again; doubles up to the maximum
+HUB_RETRY_MAX_S = 30.0  # a member that is down for long costs two connections a minute
+HUB_HEALTHY_S = 10.0  # a stream that lasted so long starts again with the shortest pause

@@ -9,7 +9,7 @@ from typing import cast
 
 from aiohttp import web
 
-from viiwork.api.inference import check_declared, expects_continue
+from viiwork.api.body import check_declared, expects_continue
 from viiwork.api.ports import Channels
 from viiwork.api.server import Sent
 from viiwork.errors import BodyTimeout, RequestError

@@ -35,6 +35,7 @@ class NodeMesh:
         client: PeerClient,
         dispatcher: Dispatcher,
         on_fatal: Callable[[MeshError], None],
+        on_member: Callable[[MemberEvent], None],
     ) -> None:
         self._name = name
         self._config = loaded.config
@@ -42,6 +43,7 @@ class NodeMesh:
         self._client = client
         self._dispatcher = dispatcher
         self._on_fatal = on_fatal
+        self._on_member = on_member
         self._membership: Membership | None = None
         self._rejoiner: Rejoiner | None = None
         self._poller = CapacityPoller(
@@ -122,6 +124,7 @@ class NodeMesh:
         elif member.role == "node" and event.kind != "conflict":
             self._dispatcher.peers.put(member.name, f"http://{member.api}")
         self._poller.on_member(event)
+        self._on_member(event)
         self._dispatcher.wake()
 
     def _on_report(

@@ -14,6 +14,8 @@ from functools import partial
 import aiohttp
 
 from viiwork.api.app import ApiServer
+from viiwork.api.metrics import Metrics
+from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.config.load import LoadedConfig
 from viiwork.core.sessions import Binding
 from viiwork.core.stalls import StallWatch
@@ -27,14 +29,21 @@ from viiwork.kv.client import KvWorker
 from viiwork.limits import ENGINES_STOP_S, STALL_LOOK_S, STALL_S
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
+from viiwork.mesh.values import host_port
+from viiwork.node.activity import NodeActivity, unix_ms
+from viiwork.node.cluster import Cluster
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
+from viiwork.node.hub import MeshHub
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
 from viiwork.node.machine import cpu_seconds, machine_facts
 from viiwork.node.mesh import NodeMesh
+from viiwork.node.metrics import NodeCollector, RequestCounts
 from viiwork.node.paths import Folders, open_folders
+from viiwork.node.request_log import RequestLog
+from viiwork.node.requests import RequestListeners
 from viiwork.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -67,6 +76,8 @@ class Node:
             ending.push_async_callback(self._engine_http.close)
             await self._peer_client.start()
             ending.push_async_callback(self._peer_client.stop)
+            ending.push_async_callback(self._cluster.stop)
+            ending.push_async_callback(self._hub.stop)
             ending.push_async_callback(self._supervisor.stop, ENGINES_STOP_S)
             ending.push_async_callback(self._kv.stop)
             ending.push_async_callback(self._stop_api)
@@ -107,6 +118,7 @@ class Node:
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
+        self._activity = NodeActivity(config.activity.event_history)
         self._dispatcher = Dispatcher(
             self.name, config.routing, prepare=self._prepare, on_end=self._turn_ended
         )
@@ -121,7 +133,13 @@ class Node:
         )
         self._peer_client = PeerClient(self.name, keys)
         self._mesh = NodeMesh(
-            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal
+            self.name,
+            self._loaded,
+            keys,
+            self._peer_client,
+            self._dispatcher,
+            self._on_fatal,
+            self._activity.member_changed,
         )
         origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
         worker = KvWorker(
@@ -140,17 +158,61 @@ class Node:
             StateFingerprints(config.models).of,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
         )
+        node_id = f"viiwork-{secrets.token_hex(8)}"
+        sections = {"mesh": self._mesh.status, "kv_share": self._kv.status}
         self._facts = NodeFacts(
             self.name,
-            f"viiwork-{secrets.token_hex(8)}",
+            node_id,
             config,
             self._dispatcher,
             backends=self._supervisor.views,
             addr=lambda: self._mesh.addr,
             kv_identity=self._kv.identity,
-            sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
+            sections=sections,
         )
-        self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver)
+        self._cluster = Cluster(
+            self.name,
+            self._peer_client,
+            members=self._mesh.members,
+            own_status=self._facts.status,
+            own_api=self._own_api,
+            models=self._facts.models,
+            secured=bool(keys),
+        )
+        self._hub = MeshHub(
+            self.name,
+            node_id,
+            self._activity.log,
+            self._cluster,
+            self._peer_client,
+            members=self._mesh.members,
+            own_api=self._own_api,
+            own_status=self._facts.status,
+            own_room=self._facts.capacity,
+        )
+        counts = RequestCounts()
+        collector = NodeCollector(
+            counts.tally,
+            info={"node": self.name, "version": VERSION},
+            report=self._facts.report,
+            backends=self._supervisor.views,
+            members=self._mesh.members,
+            peers=self._dispatcher.peers.reports,
+            blocks={"requests": self._facts.requests}
+            | {name: sections[name] for name in ("sessions", "kv_share") if name in sections},
+        )
+        self._api = ApiServer(
+            self._dispatcher,
+            origins,
+            self._facts,
+            self._kv.receiver,
+            routes=[
+                *ActivityRoutes(self._activity.log, unix_ms).routes(),
+                *MeshRoutes(self._hub).routes(),
+                *Metrics(collector).routes(),
+            ],
+            requests=RequestListeners(counts, self._activity, RequestLog()),
+        )
         self._epochs: dict[str, int] = {}
         self._told: set[str] = set()  # backends whose context was looked at since they started
 
@@ -169,6 +231,9 @@ class Node:
         return sock
 
     # -- what the parts tell one another -------------------------------------------------------------
+    def _own_api(self) -> str:
+        return host_port(self._mesh.addr, self._config.api.port) if self._mesh.addr else ""
+
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
 
@@ -214,6 +279,7 @@ class Node:
             routable=view.status == "healthy" and view.url is not None,
         )
         self._kv.backend_changed(view)
+        self._activity.backend_changed(view)
         self._dispatcher.wake()
 
     def _worker_lost(self) -> None:
@@ -263,6 +329,8 @@ class Node:
         hurry.cancel()
 
     async def _stop_api(self) -> None:
+        self._activity.log.close()
+        self._hub.close()
         await self._api.stop(0.0 if self._hurry.is_set() else 1.0)
 
 
