@@ -22,6 +22,7 @@ from viiwork.api.ports import Dispatcher, Origins, Requests
 from viiwork.api.relay import Passed, relay
 from viiwork.api.server import ClientConnection, Sent
 from viiwork.api.upstream import Upstreams
+from viiwork.core.logline import line
 from viiwork.core.turn import Ask, Grant, Outcome, Result
 from viiwork.errors import (
     AllRoutesRefused,
@@ -171,7 +172,8 @@ class Inference:
             try:
                 return await self._run(request, path_qs, body, wanted, grant, run)
             except _RouteFailed as failed:
-                log.info("route.failed request=%s node=%s: %s", run.ask.request_id, grant.node, failed.detail)
+                text = line("route.failed", request=run.ask.request_id, node=grant.node, detail=failed.detail)
+                log.info("%s", text)
                 failure = failed
                 exclude.append(grant.node)
                 run.granted = False
