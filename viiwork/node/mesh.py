@@ -96,6 +96,10 @@ class NodeMesh:
     def members(self) -> list[Member]:
         return self._membership.members() if self._membership is not None else []
 
+    def others(self) -> list[Member]:
+        """All members but this node."""
+        return [member for member in self.members() if member.name != self._name]
+
     def member(self, name: str) -> Member | None:
         """A remote member that is alive or suspect."""
         return self._membership.member(name) if self._membership is not None else None

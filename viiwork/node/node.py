@@ -173,7 +173,7 @@ class Node:
         self._cluster = Cluster(
             self.name,
             self._peer_client,
-            members=self._mesh.members,
+            members=self._mesh.others,
             own_status=self._facts.status,
             own_api=self._own_api,
             models=self._facts.models,
@@ -185,7 +185,7 @@ class Node:
             self._activity.log,
             self._cluster,
             self._peer_client,
-            members=self._mesh.members,
+            members=self._mesh.others,
             own_api=self._own_api,
             own_status=self._facts.status,
             own_room=self._facts.capacity,
@@ -196,7 +196,7 @@ class Node:
             info={"node": self.name, "version": VERSION},
             report=self._facts.report,
             backends=self._supervisor.views,
-            members=self._mesh.members,
+            members=self._mesh.others,
             peers=self._dispatcher.peers.reports,
             blocks={"requests": self._facts.requests}
             | {name: sections[name] for name in ("sessions", "kv_share") if name in sections},
