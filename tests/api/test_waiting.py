@@ -379,3 +379,28 @@ async def test_the_node_hears_of_each_request_once_however_it_ends():
             await node.until(lambda: node.n_waiting == 1)
             client.leave()
             await ended(api, ["granted", "granted", "done", "left"])
+
+
+async def test_an_engine_that_only_comments_has_not_answered_and_can_be_given_up():
+    async def comments_for_ever(conn: Conn, seen: Seen) -> None:
+        conn.stream_head()
+        conn.chunk(b":\n\n")
+        await asyncio.Event().wait()
+
+    grants = []
+
+    class Watched(FakeDispatcher):
+        async def acquire(self, ask, exclude=()):
+            grants.append(await super().acquire(ask, exclude))
+            return grants[-1]
+
+    async with FakeEngine(comments_for_ever) as bad, FakeEngine() as good:
+        node = Watched([route("x", bad.url), route("y", good.url)])
+        async with serving(node) as api, RawClient(api.port) as client:
+            client.post(CHAT, STREAM)
+            await client.head()
+            await until_comments(client, 1)
+            assert not grants[0].answered
+            assert api.server.inference.abandon(node.asks[0].request_id, "it is idle")
+            body, whole = await rest(client)
+    assert whole and without_comments(body) == WHOLE and grants[1].answered

@@ -192,12 +192,11 @@ class Inference:
             run.client.granted(self._said(grant), forward=grant.is_forward)
             async with asyncio.timeout(None) as run.before_answer:
                 answer = await self._send(request, path_qs, body, wanted, grant)
-            grant.answered = True
             status = answer.head.status
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
-            await relay(request, run.client, answer, passed, peer=grant.is_forward)
+            await relay(request, run.client, answer, grant, passed)
             if passed.result == "unreachable":
                 raise _RouteFailed("unreachable", status, passed.detail)
             return Sent(passed.keep_alive)

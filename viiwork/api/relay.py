@@ -13,7 +13,7 @@ from aiohttp import web
 from viiwork.api.connection import Connection
 from viiwork.api.headers import answer_headers, header
 from viiwork.api.outgoing import ClientAnswer
-from viiwork.core.turn import Result, Usage
+from viiwork.core.turn import Grant, Result, Usage
 from viiwork.limits import ANSWER_TAIL_BYTES, REFUSAL_DRAIN_BYTES, REFUSAL_DRAIN_S
 from viiwork.wire.sse import StreamScanner, usage_of_body, usage_of_tail
 
@@ -32,10 +32,11 @@ class Passed:
 
 
 async def relay(
-    request: web.BaseRequest, client: ClientAnswer, answer: Connection, passed: Passed, *, peer: bool
+    request: web.BaseRequest, client: ClientAnswer, answer: Connection, grant: Grant, passed: Passed
 ) -> None:
     """Send `answer` to the client and tell in `passed` how far it came.
 
+    Comments do not make the grant an answered one: an engine that has lost a request still sends them.
     Returns for every fault of either side; only cancellation passes through. "unreachable" says that it
     broke while another route may still answer. The upstream connection is left to the caller: read to its
     end exactly when `passed.result` is "done".
@@ -46,13 +47,14 @@ async def relay(
     plain = not header(raw, b"content-encoding")
     if client.head_sent:
         if head.status != 200 or not streamed or not plain:
+            grant.answered = True
             await _tell_late(client, answer, passed)
             return
         passed.keep_alive = client.keeps_alive
     else:
-        _start(request, client, answer, passed, peer=peer)
+        _start(request, client, answer, passed, peer=grant.is_forward)
         client.comments_fit = streamed and plain and not (header(raw, b"content-length") and not head.chunked)
-        client.began = not (client.comments_fit and head.status == 200)
+        client.began = grant.answered = not (client.comments_fit and head.status == 200)
     watch: StreamScanner | _BodyWatch = StreamScanner() if streamed else _BodyWatch()
     if isinstance(watch, StreamScanner):
         client.watch = watch
@@ -63,7 +65,7 @@ async def relay(
             if chunk:
                 watch.feed(chunk)
                 if not client.began:
-                    client.began = watch.began
+                    client.began = grant.answered = watch.began
                 if passed.first_content_at is None and watch.content_seen:
                     passed.first_content_at = time.monotonic()
             if answer.at_end:

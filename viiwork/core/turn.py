@@ -63,7 +63,7 @@ class Grant(Struct, eq=False):
     slot: int | None = None  # slot to pin, when local and pinnable
     queued_s: float = 0.0
     lease: int = 0  # lease number in the slot table, 0 when none was needed
-    answered: bool = False  # the head of the upstream's answer has come
+    answered: bool = False  # more than comments of the upstream's answer has come
     finished: bool = False
 
     @property

@@ -198,7 +198,7 @@ class Node:
             backends=self._supervisor.views,
             members=self._mesh.others,
             peers=self._dispatcher.peers.reports,
-            blocks={"requests": self._facts.requests}
+            blocks={"dispatch": self._facts.requests}
             | {name: sections[name] for name in ("sessions", "kv_share") if name in sections},
         )
         self._api = ApiServer(
