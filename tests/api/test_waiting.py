@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import openai
 import pytest
 
 from tests.fakes.engine import DONE, LAST, ROLE, Conn, FakeEngine, Seen, answer_all, delta
@@ -404,3 +405,22 @@ async def test_an_engine_that_only_comments_has_not_answered_and_can_be_given_up
             assert api.server.inference.abandon(node.asks[0].request_id, "it is idle")
             body, whole = await rest(client)
     assert whole and without_comments(body) == WHOLE and grants[1].answered
+
+
+async def test_the_openai_client_reads_over_comments_and_raises_the_error_event():
+    script = Silent()
+    async with FakeEngine(script) as engine:
+        node = FakeDispatcher([route("a", engine.url)])
+        async with serving(node, comment_every_s=EVERY_S) as api:
+            async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="x", max_retries=0) as client:
+
+                async def text() -> str:
+                    stream = await client.chat.completions.create(model="m", messages=[], stream=True)
+                    script.go.set()  # the head has come, so comments have
+                    return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+
+                assert await text() == "hello"
+                script.go.clear()
+                script.then = break_off
+                with pytest.raises(openai.APIError, match="the upstream failed"):
+                    await text()
