@@ -52,6 +52,9 @@ class StaticNode:
     def health(self) -> tuple[int, dict[str, Any]]:
         return 200, {"status": "ok"}
 
+    def model_for(self, name: str) -> str | None:
+        return None
+
     def models(self) -> list[dict[str, Any]]:
         return []
 

@@ -382,6 +382,38 @@ async def test_the_node_hears_of_each_request_once_however_it_ends():
             await ended(api, ["granted", "granted", "done", "left"])
 
 
+async def test_a_forward_that_may_wait_at_its_peer_is_not_promised_to_the_client():
+    class WaitsThere(FakeDispatcher):
+        async def acquire(self, ask, exclude=()):
+            grant = await super().acquire(ask, exclude)
+            grant.wait_ms = 60_000
+            return grant
+
+    async def refuse_late(conn: Conn, seen: Seen) -> None:
+        assert seen.values("X-Viiwork-Wait-Ms") == ["60000"]
+        await asyncio.sleep(4 * EVERY_S)
+        await refuse(conn, seen)
+
+    async with FakeEngine(refuse_late) as peer:
+        node = WaitsThere([route("b", peer.url, backend="", slot=None)])
+        async with serving(node, comment_every_s=EVERY_S) as api, RawClient(api.port) as client:
+            client.post(CHAT, STREAM)
+            reply = await client.reply()
+    assert reply.status == 503 and reply.json["error"]["code"] == "all_routes_refused"
+
+
+async def test_a_page_may_read_the_head_it_gets_while_it_waits():
+    async with FakeEngine(Silent()) as engine:
+        node = FakeDispatcher([route("a", engine.url)])
+        async with serving(node, comment_every_s=EVERY_S, allows_origin=lambda origin: True) as api:
+            async with RawClient(api.port) as client:
+                client.post(CHAT, STREAM, "Origin: http://page", "Content-Type: application/json")
+                _, headers = await client.head()
+                client.leave()
+                await node.until(lambda: node.results == ["client_gone"])
+    assert dict(headers)["Access-Control-Allow-Origin"] == "http://page"
+
+
 async def test_an_engine_that_only_comments_has_not_answered_and_can_be_given_up():
     async def comments_for_ever(conn: Conn, seen: Seen) -> None:
         conn.stream_head()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import cast
 
@@ -13,14 +13,15 @@ from aiohttp import web
 
 from viiwork.api.admin import Admin
 from viiwork.api.body import Bodies
+from viiwork.api.guard import ORIGIN, ControlGuard, PageGuard
 from viiwork.api.inference import REQUEST_HEADER, Inference
 from viiwork.api.outgoing import Silences
-from viiwork.api.ports import Channels, Dispatcher, Facts, Origins, Requests
+from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins, Requests
 from viiwork.api.routes import POST, AnyRoute, ControlRoute, Route, RouteTable
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import Upgrade
 from viiwork.api.upstream import Upstreams
-from viiwork.errors import Forbidden, MethodNotAllowed, ViiworkError
+from viiwork.errors import MethodNotAllowed, ViiworkError
 from viiwork.limits import (
     BODIES_MAX_BYTES,
     BODY_MAX_BYTES,
@@ -49,6 +50,8 @@ class ApiServer:
         routes: Iterable[AnyRoute] = (),
         *,
         requests: Requests,
+        external: Callable[[str], External | None] = lambda backend: None,
+        allows_origin: Callable[[str], bool] = lambda origin: False,
         upstreams: Upstreams | None = None,
         body_max_bytes: int = BODY_MAX_BYTES,
         bodies_max_bytes: int = BODIES_MAX_BYTES,
@@ -63,9 +66,19 @@ class ApiServer:
             body_max_bytes=body_max_bytes, bodies_max_bytes=bodies_max_bytes, body_silence_s=body_silence_s
         )
         self.inference = Inference(
-            dispatcher, origins, facts.name, self._upstreams, bodies, self._silences, requests
+            dispatcher,
+            origins,
+            facts.name,
+            self._upstreams,
+            bodies,
+            self._silences,
+            requests,
+            facts.model_for,
+            external=external,
         )
         self._admin = Admin(facts)
+        self._pages = PageGuard(allows_origin)
+        self._controls = ControlGuard(origins)
         self._routes = RouteTable([*self._own_routes(channels), *routes])
         self._timeouts = {"header_read_s": header_read_s, "idle_s": idle_s}
         self._server: ClientServer | None = None
@@ -121,9 +134,11 @@ class ApiServer:
         connection = cast(ClientConnection, request.protocol)
         connection.request_id = ""
         try:
+            if ORIGIN in request.headers and (answer := self._pages.judge(request)) is not None:
+                return answer
             path, route = self._routes.find(request.method, request.raw_path)
             if isinstance(route, ControlRoute):
-                return await self._control(request, path, route)
+                return await route.handler(request, path, await self._controls.admit(request))
             return await route.handler(request, path)
         except MethodNotAllowed as error:
             answer = error_answer(error, headers={"Allow": ", ".join(error.allow)})
@@ -148,6 +163,3 @@ class ApiServer:
         if not request.content.is_eof() or connection.broken:
             answer.force_close()  # the rest of the body is not worth reading
         return answer
-
-    async def _control(self, request: web.BaseRequest, path: str, route: ControlRoute) -> web.StreamResponse:
-        raise Forbidden(f"{path} is closed")

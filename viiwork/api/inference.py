@@ -8,17 +8,19 @@ import math
 import random
 import re
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn, cast
 
 from aiohttp import web
+from msgspec.structs import replace
 from yarl import URL
 
 from viiwork.api.body import Bodies
 from viiwork.api.connection import Address, Connection
 from viiwork.api.headers import header, request_head, safe_value
 from viiwork.api.outgoing import ClientAnswer, Silences, has_stream
-from viiwork.api.ports import Dispatcher, Origins, Requests
+from viiwork.api.ports import Dispatcher, External, Origins, Requests
 from viiwork.api.relay import Passed, relay
 from viiwork.api.server import ClientConnection, Sent
 from viiwork.api.upstream import Upstreams
@@ -35,12 +37,21 @@ from viiwork.errors import (
     ViiworkError,
 )
 from viiwork.limits import REFUSAL_DRAIN_BYTES, REFUSAL_DRAIN_S, ROUTE_ATTEMPTS_MAX
-from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
+from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
+from viiwork.wire.placement import (
+    ANYWHERE,
+    PREFER_HEADER,
+    QUEUED_HEADER,
+    WAIT_HEADER,
+    placement,
+    wait_ms,
+)
 
 log = logging.getLogger("viiwork.api")
 
 _ID = re.compile("[0-9a-f]{16}")
 REQUEST_HEADER = "X-Viiwork-Request"
+_QUEUED = QUEUED_HEADER.lower().encode()
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
 _PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
@@ -69,6 +80,9 @@ class Inference:
         bodies: Bodies,
         silences: Silences,
         requests: Requests,
+        model_for: Callable[[str], str | None],
+        *,
+        external: Callable[[str], External | None] = lambda backend: None,
     ) -> None:
         self._dispatcher = dispatcher
         self._origins = origins
@@ -77,6 +91,8 @@ class Inference:
         self._bodies = bodies
         self._silences = silences
         self._requests = requests
+        self._model_for = model_for
+        self._external = external
         self._ids = random.Random()  # names, not secrets
         self._running: dict[str, _Run] = {}
 
@@ -116,15 +132,25 @@ class Inference:
         if entry is not None and _ID.fullmatch(told := headers.get(REQUEST_HEADER, "")):
             connection.request_id = told  # so that both nodes' logs tell of one request
         wanted = peek(path, headers, body)
+        alias: str | None = None
+        # Once, where the client came in: a peer gets the model's own name.
+        if entry is None and (model := self._model_for(wanted.model)) is not None:
+            alias, body, wanted = wanted.model, name_model(body, model), replace(wanted, model=model)
+        # A forward has been placed by its entry node, which tells how long it may wait here.
+        place = ANYWHERE if entry else placement(path_qs[len(path) + 1 :], headers.getall(PREFER_HEADER, ()))
         ask = Ask(
             request_id=connection.request_id,
             model=wanted.model,
             session=wanted.session,
+            pin=place.pin,
+            prefer=place.prefer,
             kv_share=wanted.kv_share,
             needs_slot=wanted.needs_slot,
             pinnable=wanted.pinnable,
             body_bytes=len(body),
+            alias=alias,
             forwarded_by=entry,
+            wait_ms=wait_ms(headers.get(WAIT_HEADER, "")) if entry else 0,
         )
         run = _Run(ClientAnswer(request, path), ask)
         self._running[ask.request_id] = run
@@ -189,13 +215,17 @@ class Inference:
         status = 0
         self._requests.granted(grant)
         try:
-            run.client.granted(self._said(grant), forward=grant.is_forward)
+            patience = self._silences.patience(forward=grant.is_forward, wait_s=grant.wait_ms / 1000)
+            run.client.granted(self._said(grant), patience)
             async with asyncio.timeout(None) as run.before_answer:
                 answer = await self._send(request, path_qs, body, wanted, grant)
             status = answer.head.status
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
+            if grant.is_forward:
+                grant.queued_s += wait_ms(header(answer.head.headers, _QUEUED).decode("latin-1")) / 1000
+                run.client.say(self._said(grant))
             await relay(request, run.client, answer, grant, passed)
             if passed.result == "unreachable":
                 raise _RouteFailed("unreachable", status, passed.detail)
@@ -227,6 +257,7 @@ class Inference:
                 result=passed.result,
                 status=status,
                 ttft_s=None if first is None else first - started,
+                streamed=passed.streamed,
                 duration_s=time.monotonic() - started,
                 usage=passed.usage,
                 detail=passed.detail,
@@ -238,18 +269,28 @@ class Inference:
     async def _send(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
     ) -> Connection:
-        address, host = _place(grant.url)
+        address, host, prefix = _place(grant.url)
+        raw = request.raw_headers
         proof: dict[str, str] = {}
         if grant.is_forward:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
             proof[REQUEST_HEADER] = grant.ask.request_id
+            if grant.wait_ms:
+                proof[WAIT_HEADER] = str(grant.wait_ms)
+        elif (external := self._external(grant.backend)) is not None:
+            path_qs = prefix + path_qs
+            if external.model:
+                body = name_model(body, external.model)
+            if external.api_key:
+                raw = tuple(pair for pair in raw if pair[0].lower() != b"authorization")
+                proof = {"Authorization": f"Bearer {external.api_key}"}
         elif wanted.pinnable and grant.slot is not None:
             body = pin(body, grant.slot)
         elif wanted.names_slot and wanted.needs_slot:
             body = pin(body, ENGINE_CHOOSES)  # a client must not reach into another session's slot
         head = request_head(
-            request.raw_headers,
+            raw,
             method="POST",
             path_qs=path_qs,
             host=host,
@@ -279,13 +320,15 @@ class Inference:
             f"X-Viiwork-Model: {safe_value(ask.model)}\r\n"
             f"{REQUEST_HEADER}: {ask.request_id}\r\n"
         ]
+        if ask.alias is not None:
+            lines.append(f"X-Viiwork-Alias: {safe_value(ask.alias)}\r\n")
         if grant.backend:
             lines.append(f"X-Gpu-Backend: {safe_value(grant.backend)}\r\n")
         entry = self._node if grant.is_forward else ask.forwarded_by
         if entry:
             lines.append(f"X-Viiwork-Origin: {safe_value(entry)}\r\n")
         if grant.queued_s > 0:
-            lines.append(f"X-Viiwork-Queued-Ms: {math.ceil(grant.queued_s * 1000)}\r\n")
+            lines.append(f"{QUEUED_HEADER}: {math.ceil(grant.queued_s * 1000)}\r\n")
         return "".join(lines).encode()
 
 
@@ -338,10 +381,11 @@ def _told(error: ViiworkError, failure: _RouteFailed | None) -> ViiworkError:
 
 
 @lru_cache(maxsize=512)
-def _place(url: str) -> tuple[Address, str]:
-    """Socket address and `Host` of a base URL."""
+def _place(url: str) -> tuple[Address, str, str]:
+    """Socket address, `Host` and path of a base URL."""
     parsed = URL(url)
     host, port = parsed.host, parsed.port
     if host is None or port is None:
         raise UpstreamUnreachable(f"{url} is no address")
-    return Address(host, port), parsed.authority
+    tls = parsed.scheme == "https"
+    return Address(host, port, tls=tls), parsed.authority, parsed.raw_path.rstrip("/")

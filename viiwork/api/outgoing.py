@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import struct
 from collections.abc import Iterable
+from typing import cast
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_writer import HttpVersion11
 
+from viiwork.api.server import ClientRequest
 from viiwork.errors import ViiworkError
 from viiwork.limits import COMMENT_EVERY_S, WRITE_STALL_S
 from viiwork.wire.openai import error_body
@@ -63,7 +66,7 @@ class ClientAnswer:
         self.client_left = False
         self.has_end = False  # the framing shows a client whether the body is whole
         self.watch: StreamScanner | None = None  # of the upstream's events, while they pass
-        self._request = request
+        self._request = cast(ClientRequest, request)
         self._transport = request.transport
         self._head = b""  # to be sent with the next bytes
         self._chunked = False
@@ -73,20 +76,25 @@ class ClientAnswer:
         self._wrote = False
 
     # -- head ----------------------------------------------------------------------------------------
-    def granted(self, said: bytes, *, forward: bool) -> None:
-        """A place has the request now; silence counts anew."""
+    def granted(self, said: bytes, patience: int) -> None:
+        """A place has the request now; silence counts anew, and is borne for `patience` looks."""
         self._said = said
-        self._patience = _PATIENCE_FORWARD if forward else _PATIENCE_LOCAL
+        self._patience = patience
         self._wrote = True
         if self.head_sent:
             # The head named another place; whoever looks closer finds the new one here.
             lines = said.split(b"\r\n")[:-1]
             self._send(self._framed(b"".join(b": %b\n" % line for line in lines) + b"\n"))
 
+    def say(self, said: bytes) -> None:
+        """Other header lines of our own, as long as the head has not left."""
+        self._said = said
+
     def start(self, lines: Iterable[bytes], *, chunked: bool, length: bytes = b"") -> None:
         """Set the head, which leaves together with the first bytes or with an empty `write`."""
         self._chunked, self.has_end = chunked, chunked or bool(length)
-        self._head = b"".join((*lines, self._said, b"\r\n"))
+        page = (f"{name}: {value}\r\n".encode() for name, value in self._request.cross_origin)
+        self._head = b"".join((*lines, *page, self._said, b"\r\n"))
 
     # -- body ----------------------------------------------------------------------------------------
     def write(self, chunk: bytes) -> None:
@@ -117,6 +125,7 @@ class ClientAnswer:
         self._n_silent += 1
         if self._n_silent < self._patience or not self._may_comment():
             return
+        self._patience = min(self._patience, _PATIENCE_FORWARD)
         if not self.head_sent:
             framing = b"Transfer-Encoding: chunked\r\n" if self.http11 else b""
             ending = b"" if self.keeps_alive else b"Connection: close\r\n"
@@ -204,6 +213,10 @@ class Silences:
         self._tick_s = comment_every_s / _PATIENCE_LOCAL
         self._answers: set[ClientAnswer] = set()
         self._timer: asyncio.TimerHandle | None = None
+
+    def patience(self, *, forward: bool, wait_s: float) -> int:
+        """Looks before the first comment; a forward that may wait at its peer may also be refused there."""
+        return (_PATIENCE_FORWARD if forward else _PATIENCE_LOCAL) + math.ceil(wait_s / self._tick_s)
 
     def enter(self, answer: ClientAnswer) -> None:
         self._answers.add(answer)

@@ -26,6 +26,7 @@ class Passed:
 
     result: Result = "broken"
     first_content_at: float | None = None
+    streamed: bool = False
     usage: Usage | None = None
     detail: str = ""
     keep_alive: bool = False
@@ -43,7 +44,7 @@ async def relay(
     """
     head = answer.head
     raw = head.headers
-    streamed = header(raw, b"content-type").lower().startswith(b"text/event-stream")
+    streamed = passed.streamed = header(raw, b"content-type").lower().startswith(b"text/event-stream")
     plain = not header(raw, b"content-encoding")
     if client.head_sent:
         if head.status != 200 or not streamed or not plain:
