@@ -18,7 +18,7 @@ from viiwork.node.metrics import NodeCollector, RequestCounts
 from viiwork.node.request_log import RequestLog
 from viiwork.node.requests import RequestListeners
 
-DONE = Outcome("done", 200, 0.25, 1.0, Usage(7, 3, 4))
+DONE = Outcome("done", 200, ttft_s=0.25, duration_s=1.0, usage=Usage(7, 3, 4))
 
 
 def grant(model: str = "m", *, node: str = "a", backend: str = "m/0", rid: str = "r1") -> Grant:
