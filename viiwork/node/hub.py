@@ -56,7 +56,7 @@ class MeshHub:
         members: Callable[[], Sequence[Member]],
         own_api: Callable[[], str],
         own_status: Callable[[], dict[str, Any]],
-        own_room: Callable[[], bytes],
+        own_room: Callable[[], object],
         aliases: Callable[[], Any] | None = None,
         look_s: float = CLUSTER_LOOK_S,
         wall_ms: Callable[[], int] = unix_ms,
@@ -80,7 +80,7 @@ class MeshHub:
         self._followed: dict[str, _Followed] = {}
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        self._own: tuple[float, bytes, dict[str, Any]] | None = (
+        self._own: tuple[float, object, dict[str, Any]] | None = (
             None  # own status, and when and for which room
         )
         self._shown: dict[str, bytes] = {}  # newest frame of each kind of picture
