@@ -49,6 +49,7 @@ class NodeMesh:
         on_fatal: Callable[[MeshError], None],
         aliases: Aliases,
         on_address: OnAddress,
+        on_member: Callable[[MemberEvent], None],
     ) -> None:
         self._name = name
         self._config = loaded.config
@@ -57,6 +58,7 @@ class NodeMesh:
         self._dispatcher = dispatcher
         self._on_fatal = on_fatal
         self._on_address = on_address
+        self._on_member = on_member
         self._membership: Membership | None = None
         self._rejoiner: Rejoiner | None = None
         mesh = self._config.mesh
@@ -104,6 +106,10 @@ class NodeMesh:
 
     def members(self) -> list[Member]:
         return self._membership.members() if self._membership is not None else []
+
+    def others(self) -> list[Member]:
+        """All members but this node."""
+        return [member for member in self.members() if member.name != self._name]
 
     def member(self, name: str) -> Member | None:
         """A remote member that is alive or suspect."""
@@ -255,6 +261,7 @@ class NodeMesh:
         elif member.role == "node" and event.kind != "conflict":
             self._dispatcher.peers.put(member.name, f"http://{member.api}")
         self._poller.on_member(event)
+        self._on_member(event)
         self._dispatcher.wake()
 
     def _on_report(
