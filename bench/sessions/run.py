@@ -125,7 +125,7 @@ class Session:
 
     number: int
     rng: random.Random
-    compacts_at: int  # turn, 0 = never
+    compacts_at: int  # turn, -1 = never
     messages: list[dict[str, str]] = field(default_factory=list)
     last: Turn | None = None
 
@@ -264,7 +264,7 @@ async def run(label: str, extra: str, model: Path, options: argparse.Namespace) 
                 await until_ready(http, nodes)
                 sessions = [
                     Session(
-                        n, random.Random(options.seed * 100 + n), options.turns // 2 if n in (2, 5) else 0
+                        n, random.Random(options.seed * 100 + n), options.turns // 2 if n in (2, 5) else -1
                     )
                     for n in range(options.sessions)
                 ]
