@@ -23,7 +23,12 @@ SSE_LINE_MAX_BYTES = 256 * KIB  # the scanner's memory per stream; 256 streams w
 SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the end
 ANSWER_HEAD_MAX_BYTES = 64 * KIB  # of an engine or peer; one is held per exchange
 ANSWER_TAIL_BYTES = 256 * KIB  # kept of a non-streamed answer to read its token counts; as above
+CONTROL_BODY_MAX_BYTES = MIB  # of a control write; the largest names 256 models
+CONTROL_BODY_S = 5.0  # for it to come
+CONTROLS_AT_ONCE = 16  # control writes being read, because no proof can be checked before: 16 MiB at worst
+PREFLIGHT_AGE_S = 600  # a browser asks again whether a page may; a changed list works after that
 CONNECT_S = 3.0  # to an engine or a peer; one lost SYN is resent after 1 s
+COMMENT_EVERY_S = 10.0  # into a silent stream; clients and proxies that give up do so after 30 s or more
 ROUTE_ATTEMPTS_MAX = 16  # routes tried for one request; the dispatcher normally ends it long before
 UPSTREAM_IDLE_S = 4.0  # a kept-alive connection to an engine; llama.cpp closes them after 5 s
 UPSTREAM_IDLE_MAX = 256  # such connections kept in all, about 20 KiB each
@@ -37,6 +42,18 @@ PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long bro
 NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names; a longer one could join no mesh
 SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it the oldest is forgotten
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
+ACTIVITY_FOLLOWERS_MAX = 16  # of one node's activity; each buffers at most 32 events of 264 B
+ACTIVITY_BUFFER_EVENTS = 32  # a follower that is further behind skips events, it must not hold the node up
+ACTIVITY_REPLAY_MS = 30_000  # of the past, shown to a new follower: what an operator still wonders about
+LOG_VALUE_MAX_CHARS = 200  # of one value of a log line that may come from a client or a peer
+ALIAS_NAME_MAX_CHARS = 64  # of an alias; it stands in headers, URLs and tables
+ALIASES_MAX = 256  # live aliases an operator can make; listed with /v1/models each time a client asks
+ALIAS_NAMES_MAX = 1024  # with removed ones, also those other members made; 12 KB each at worst, 12 MB
+ALIAS_SETTINGS_MAX = 11  # of one alias: the present one and ten before it; 1 KB each at worst
+ALIAS_SETTING_MAX_BYTES = 700  # its models; a write with all else stays under 1,000, which fit one datagram
+ALIAS_VER_MAX = 1 << 53  # a whole number in every JSON reader; also bounds time stamps
+ALIAS_CLOCK_SKEW_MS = 86_400_000  # a write from further ahead would keep every later one out
+ALIAS_TOMBSTONE_KEPT_MS = 30 * 86_400_000  # a node that was off for longer brings removed aliases back
 SESSION_FIELD_MAX_BYTES = 64 * KIB  # a longer `metadata` or `prompt_cache_key` names no session
 CHAIN_LINKS_MAX = 64  # links of one request: a turn adds a few messages; 64 are 6 KiB and 0.1 ms of hashing
 SESSION_HALF_LIFE_S = (
@@ -100,6 +117,7 @@ CONFIG_MAX_DEPTH = 16  # the deepest key is 5 levels down; keeps recursion over 
 CONFIG_MAX_NODES = 50_000  # of the tree, every alias written out; at most about 15 MiB, freed after loading
 CONFIG_ECHO_MAX_CHARS = 48  # of a wrong value shown in an error, which stays one line of a terminal
 DURATION_MAX_S = 30 * 86_400  # a longer one is a slip of the unit; a float holds its microseconds exactly
+CORS_ORIGINS_MAX = 256  # entries of `api.cors.allow_origins`; about 300 B each
 INTERVAL_MIN_S = 0.01  # for repeated work: 100 rounds a second cost under 1 % of a core, less would spin
 SIZE_MAX_BYTES = 1 << 50  # 1 PiB, a slip of the unit beyond it
 COUNT_MAX = 1_000_000  # queue and history lengths: 264 B an event is 264 MB, all an operator can ask for
@@ -108,6 +126,8 @@ MODEL_NAME_MAX_BYTES = 512  # room for long repository names; 256 of them are 12
 SEEDS_MAX = 256  # addresses tried each `mesh.rejoin_interval`, eight at a time
 PARALLEL_MAX = 256  # slots a backend, llama.cpp's own limit of sequences
 CONTEXT_MAX_TOKENS = (1 << 31) - 1  # tokens of all slots of a backend; llama.cpp counts them in 31 bits
+API_KEY_MAX_CHARS = 4096  # of an external server; it is one header line there, and JWTs are about 1 KiB
+URL_MAX_CHARS = 2048  # of an external server
 GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pinning environment
 THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
 RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
@@ -128,9 +148,11 @@ ENGINE_QUICK_EXIT_S = 10.0  # an exit this soon before ready may be a lost race 
 ENGINE_STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL when a backend is replaced
 ENGINE_BUDGET_REFILL_S = 600.0  # continuous health that gives a backend its respawns back
 ENGINE_LOAD_STALE_S = 3.0  # three missed load polls: occupancy is unknown, not zero
-ENGINE_STALLS_MAX = (
-    2  # requests without a byte, no success between: the engine answers /health but cannot serve
-)
+ENGINE_STALLS_MAX = 2  # lost requests without a success between, whatever one token in between said
+ENGINE_PROOF_S = 10.0  # for one token of an idle engine that lost a request; it takes one well under a second
+EXTERNAL_POLL_S = 1.0  # between probes of an external engine that runs requests; else `health.interval`
+EXTERNAL_PROBE_S = 1.0  # for its answer; a later one takes it out of routing until the next
+EXTERNAL_MODELS_MAX = 4096  # entries believed of its /v1/models; hosted gateways list some hundreds
 GGUF_HEADER_MAX_BYTES = 256 * MIB  # metadata and tensor table; the largest vocabularies make about 30 MiB
 GGUF_STRING_MAX_BYTES = (
     16 * MIB
@@ -154,6 +176,9 @@ DISCOVERY_TIMEOUT_S = 10.0  # a silent source of addresses must not hold the oth
 PEER_CONNECT_S = 0.5  # a peer is in the same building or tailnet; slower is as good as down
 PEER_KEEPALIVE_S = 4.0  # engines and nodes close idle connections after 5 s; reuse must end before that
 CAPACITY_BODY_MAX_BYTES = 1 * MIB  # body of one capacity report; held while it is decoded
+CAPACITY_BODY_KEPT_BYTES = (
+    64 * KIB
+)  # of a member's last body, so that the same one is not decoded again; 64 MiB
 CAPACITY_MODELS_MAX = 1024  # models in one report; about 400 B each, 400 KiB a member
 CAPACITY_COUNT_MAX = 1_000_000  # slots, busy, queued, backends; a sum over MEMBERS_MAX stays well in 64 bits
 CAPACITY_CTX_MAX_TOKENS = 2**31 - 1  # the engine counts tokens in 32 bits
@@ -169,9 +194,36 @@ CHANNEL_HEAD_MAX_BYTES = 16 * KIB  # head of the answer to an upgrade; ours are 
 CHANNEL_ERROR_MAX_BYTES = 4 * KIB  # body of a refused upgrade that is read for its message
 CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answers
 TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
-TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
-TAILSCALE_LOG_S = 10.0  # and say so, but not each time
-TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
+TAILSCALE_TIMEOUT_S = 3.0  # it answers from memory; a hung one must not hold the look for our address
+ADDRESS_LOOK_S = 2.0  # how often this machine's address is looked at: often enough to feel immediate
+PAUSE_LOOK_S = (
+    0.25  # how often it is asked whether the machine slept; reports are believed no longer than that
+)
+PAUSE_MIN_S = 1.0  # a shorter sleep ages no report noticeably
+MOVE_GRACE_S = 15.0  # members kept after this node moved until they are met again; a join takes 3 s
+FORMER_ADDRESSES_MAX = 16  # a roaming laptop's; about 100 B each
+HURRY_S = 75.0  # a moved node's old record is forgotten about 36 s later, at an exchange every 30 s at most
+HURRY_INTERVAL_S = 3.0  # rounds of discovery meanwhile
+HURRY_MEMBERS = 3  # present members asked in each of them
+ROUND_GAP_S = 0.5  # between two rounds of discovery, however often news come
+ROUNDS_AT_ONCE = 4  # rounds under way; one with silent addresses takes 3 s for each JOINS_AT_ONCE of them
+MISSING_INTERVAL_S = 10.0  # rounds of discovery after a member died: what a healed split costs at most
+MISSING_S = 600.0  # and for how long; later the usual interval finds it
+GOSSIP_STREAM_S = 3.0  # one exchange of all members over TCP; 1,024 of them are about 200 KiB
+GOSSIP_MAX_BYTES = 1200  # of a datagram: with all headers it fits the 1,280 bytes of a tailnet or IPv6 tunnel
+MDNS_INSTANCES_MAX = 128  # answers remembered; about 1 KiB each. More is a fault or an attack
+MDNS_ADDRESSES_MAX = 8  # addresses tried of one answer
+MDNS_TTL_S = 120  # how long others remember a node that ended without a goodbye
+MESH_STOP_S = 2.0  # for mDNS's goodbyes; a network that is gone must not hold the stop
+MDNS_ASK_S = 2.0  # for the details of an answer; a LAN answers in milliseconds
+TAILNET_NAME_ASK_S = 60.0  # for CORS: a page of a tailnet just joined is let in after that
+ALIAS_MESSAGE_MAX_BYTES = 60 * KIB  # a piece of the table; kinship sends at most 64 KiB, envelope included
+ALIAS_INBOX_MAX = 64  # messages not looked at yet, 4 MiB; what is dropped is sent again when tables differ
+ALIAS_OUTBOX_MAX = 256  # writes not told yet, 1 KB each; as above
+ALIAS_REPAIR_S = 5.0  # between two sendings of the table to one member; doubles while it changes nothing
+ALIAS_REPAIR_MAX_S = 300.0  # a member that cannot take our table costs 100 KB in five minutes
+ALIAS_PIECE_PAUSE_S = 0.05  # between two pieces: a table goes out at 1.2 MB/s at most
+ALIAS_PURGE_S = 60.0  # how often expired removals are looked for
 
 # -- kv --------------------------------------------------------------------------------------------
 KV_STATE_MAX_BYTES = 256 * GIB  # one save-file; a larger claim is refused before anything is allocated
@@ -200,7 +252,8 @@ KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shorte
 KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
 # -- node ------------------------------------------------------------------------------------------
-STALL_S = 10.0  # a request unanswered on an idle engine for so long is lost: ten polls are no accident
+STALL_S = 5.0  # a request unanswered on an idle engine for so long is lost: five polls are no accident
+SILENT_S = 1.0  # after an engine left routing by its silence: one more look, then its unbegun requests move
 STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_CLOCK_SKEW_MS = 86_400_000  # a generation further ahead would keep every later state of its session out
@@ -216,3 +269,44 @@ KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefil
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB
+REQUEST_LINES_PER_S = 50  # log lines of ended requests; a fleet's real turns are fewer, a load test's are not
+METRIC_MODELS_MAX = 256  # models with figures of their own; peers name models too. 40 numbers each, 1 MiB
+METRIC_WORDS_MAX = 64  # kinds shown of one block of numbers; a peer's refusal can bring words of its own
+STATUS_POLL_S = (
+    5.0  # of every member's /v1/status while somebody looks at the cluster; 6 a second in 32 nodes
+)
+STATUS_TIMEOUT_S = 2.0  # for one answer; also how long the first /v1/cluster waits for its first round
+STATUS_BODY_MAX_BYTES = 4 * MIB  # of one status; 256 models with 50 log lines a backend are about 2 MiB
+STATUSES_MAX_BYTES = 64 * MIB  # of all members' statuses held; beyond it a member shows none
+STATUS_KEPT_S = 20.0  # four polls; an older status would show a picture that stands still
+STATUS_POLLS_AT_ONCE = 16  # under way; each holds at most one body
+CLUSTER_WATCHED_S = 60.0  # polling goes on for so long after the last question for the cluster
+CLUSTER_LOOK_S = 1.0  # how often the stream looks for a changed picture
+VIEWER_BUFFER_FRAMES = 256  # of one viewer of the mesh stream; one that is further behind is cut off
+VIEWERS_MAX = 32  # of the mesh stream; snapshots of 32 nodes are about 200 KiB, a frame's bytes are shared
+HUB_MEMBERS_MAX = 128  # members whose activity is followed; 256 events of at most 1.2 KiB each, 40 MiB
+HUB_EVENTS_PER_MEMBER = 256  # kept of each for viewers that come later
+HUB_FRAME_MAX_BYTES = 64 * KIB  # of a member's stream without an event's end; its events are under 1 KiB
+HUB_SILENCE_S = 30.0  # three missed comments: the member's stream is dead
+HUB_RETRY_MIN_S = 1.0  # before a member is followed again; doubles up to the maximum
+HUB_RETRY_MAX_S = 30.0  # a member that is down for long costs two connections a minute
+HUB_HEALTHY_S = 10.0  # a stream that lasted so long starts again with the shortest pause
+ALIAS_FILE_MAX_BYTES = 16 * MIB  # ALIAS_NAMES_MAX of the largest entries are 12 MB; read once at start
+ALIAS_BODY_MAX_BYTES = 64 * KIB  # of a PUT; what fits into ALIAS_SETTING_MAX_BYTES is far smaller
+
+# -- client ----------------------------------------------------------------------------------------
+FLEET_POLL_S = 300.0  # between two questions of one client: a fleet changes when machines do
+FLEET_TIMEOUT_S = 5.0  # for the answer, which a node has in memory
+FLEET_BODY_MAX_BYTES = 1 * MIB  # of the answer; 1,024 hosts of one model are about 150 KiB
+FLEET_HOSTS_MAX = 1024  # hosts taken from one answer; about 200 B each
+FLEET_SLOTS_MAX = 1_000_000  # of one host; a larger number is a fault of its sender
+FLEET_DAMPING = 0.1  # of the present number (at least 1): smaller changes are noise
+FLEET_SHRINK = 0.25  # of the present number (at least 1): the most it falls in one poll
+
+# -- cli -------------------------------------------------------------------------------------------
+CONTROL_TIMEOUT_S = 5.0  # for a node's whole answer; `--timeout` overrides
+CONTROL_TIMEOUT_MAX_S = 3600.0  # a longer one is a slip
+ALIAS_LOOK_S = 0.25  # between two looks at the members after a write; they know within a fraction of it
+ALIAS_LOOK_TIMEOUT_S = 1.0  # for one member's table, which it has in memory
+ALIAS_LOOKS_AT_ONCE = 8  # members asked at once; one that hangs delays the others of its turn by a second
+CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is decoded

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from viiwork.api.app import ApiServer
+from viiwork.api.ports import Origins
+from viiwork.api.routes import AnyRoute
 from viiwork.core.turn import Ask, Grant, Outcome
-from viiwork.errors import AllRoutesRefused, Unauthorized, UnknownModel
+from viiwork.errors import AliasUnserved, AllRoutesRefused, Unauthorized, UnknownModel, ViiworkError
 
 
 @dataclass
@@ -78,6 +80,29 @@ def route(node: str, url: str, backend: str = "m/0", slot: int | None = 1, queue
 
 
 @dataclass
+class HeardRequests:
+    """What the API told of its requests: a word, and the request's id."""
+
+    heard: list[tuple[str, str]] = field(default_factory=list)
+
+    def granted(self, grant: Grant) -> None:
+        self.heard.append(("granted", grant.ask.request_id))
+
+    def ended(self, grant: Grant, outcome: Outcome, since: float) -> None:
+        self.heard.append((outcome.result, grant.ask.request_id))
+
+    def unserved(self, ask: Ask, error: ViiworkError, since: float) -> None:
+        self.heard.append((error.code, ask.request_id))
+
+    def left(self, ask: Ask, since: float) -> None:
+        self.heard.append(("left", ask.request_id))
+
+    @property
+    def words(self) -> list[str]:
+        return [word for word, _ in self.heard]
+
+
+@dataclass
 class FakeOrigins:
     """A forward is proven by the shared word."""
 
@@ -94,6 +119,13 @@ class FakeOrigins:
             raise Unauthorized("the forward is not proven")
         return headers["X-Viiwork-Forwarded"]
 
+    def control(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str:
+        if headers.get("X-Viiwork-Auth") != f"{self.word} {method} {path_qs} {len(body)}":
+            raise Unauthorized("the change is not proven")
+        return "the operator"
+
     def forward_headers(self, method: str, path_qs: str, body: bytes) -> dict[str, str]:
         return {
             "X-Viiwork-Forwarded": self.name,
@@ -109,6 +141,7 @@ class FakeFacts:
     name: str = "a"
     names: tuple[str, ...] = ("m",)
     fault: Exception | None = None
+    aliases: dict[str, str] = field(default_factory=dict)  # to a model, or to "" when nobody serves it
 
     def health(self) -> tuple[int, dict[str, Any]]:
         if self.fault is not None:
@@ -126,6 +159,11 @@ class FakeFacts:
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
         return {"view": self.name, "models": [], "asked": model}
+
+    def model_for(self, name: str) -> str | None:
+        if self.aliases.get(name) == "":
+            raise AliasUnserved(f"no node serves {name!r}")
+        return self.aliases.get(name)
 
     def status(self) -> dict[str, Any]:
         return {"node": self.name}
@@ -158,6 +196,7 @@ class Api:
     server: ApiServer
     port: int
     dispatcher: FakeDispatcher
+    requests: HeardRequests
 
     @property
     def url(self) -> str:
@@ -170,14 +209,25 @@ async def serving(
     *,
     facts: FakeFacts | None = None,
     channels: FakeChannels | None = None,
+    routes: Iterable[AnyRoute] = (),
+    origins: Origins | None = None,
     **limits: Any,
 ) -> AsyncIterator[Api]:
     """The real API server over a fake node; at the end every grant must have come back once."""
     facts = facts or FakeFacts()
-    server = ApiServer(dispatcher, FakeOrigins(facts.name), facts, channels, **limits)
+    requests = HeardRequests()
+    server = ApiServer(
+        dispatcher,
+        origins or FakeOrigins(facts.name),
+        facts,
+        channels,
+        routes,
+        requests=requests,
+        **limits,
+    )
     _, port = await server.listen("127.0.0.1", 0)
     try:
-        yield Api(server, port, dispatcher)
+        yield Api(server, port, dispatcher, requests)
         await dispatcher.until(lambda: not dispatcher.n_out)
         assert dispatcher.n_twice == 0
     finally:

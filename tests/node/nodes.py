@@ -55,6 +55,7 @@ class NodeProcess:
     mesh_port: int = 0
     netns: str = ""  # network namespace to run in
     advertise: str | None = None  # None = the host, "" = the node finds its own address
+    mesh: str = ""  # more of the mesh section, such as "network: tailnet, "; what it says comes last
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -63,28 +64,42 @@ class NodeProcess:
 
     @property
     def api(self) -> str:
-        return f"http://{self.host}:{self.api_port}"
+        return f"http://{self._written}:{self.api_port}"
 
     @property
     def seed(self) -> str:
-        return f"{self.host}:{self.mesh_port}"
+        return f"{self._written}:{self.mesh_port}"
+
+    @property
+    def _written(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def log(self) -> str:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
-    def start(self) -> None:
+    def write_config(self) -> Path:
+        """The file the node reads, as its fields are now; put in place by a rename."""
         config = self.folder / f"{self.name}.yaml"
+        new = self.folder / f"{self.name}.yaml.new"
         seeds = "".join(f'"{seed}", ' for seed in self.seeds)
         is_open = "" if "VIIWORK_MESH_SECRET" in self.env else "open: true, "
         advertise = self.host if self.advertise is None else self.advertise
-        config.write_text(
+        network = "" if "network:" in self.mesh else "network: lan, "
+        interval = "" if "rejoin_interval:" in self.mesh else ", rejoin_interval: 1s"
+        host = self.host if advertise else "0.0.0.0"
+        new.write_text(
             f"node: {{name: {self.name}, state_dir: {self.folder / self.name}}}\n"
-            f"api: {{host: {self.host if advertise else '0.0.0.0'}, port: {self.api_port}}}\n"
-            f"mesh: {{network: lan, advertise: '{advertise}', bind_port: {self.mesh_port}, {is_open}"
-            f"seeds: [{seeds}], rejoin_interval: 1s}}\n"
+            f"api: {{host: '{host}', port: {self.api_port}}}\n"
+            f"mesh: {{{network}{self.mesh}advertise: '{advertise}', bind_port: {self.mesh_port}, {is_open}"
+            f"seeds: [{seeds}]{interval}}}\n"
             f"{self.extra}\n" + (f"models:\n{self.models}" if self.models else "models: []\n")
         )
+        new.rename(config)
+        return config
+
+    def start(self) -> None:
+        config = self.write_config()
         inside = ["ip", "netns", "exec", self.netns] if self.netns else []
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -103,6 +118,15 @@ class NodeProcess:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
+
+    def reload(self) -> None:
+        self.write_config()
+        self.kill(signal.SIGHUP)
+
+    async def until_logged(self, text: str, times: int = 1) -> None:
+        async with asyncio.timeout(READY_S):
+            while self.log.count(text) < times:
+                await asyncio.sleep(0.02)
 
     def end(self) -> int:
         """SIGTERM, SIGKILL after 20 s; the exit code."""

@@ -272,6 +272,16 @@ class Dispatcher:
             await asyncio.sleep(WAKE_TICK_S)
             self.wake()
 
+    def knows(self, model: str) -> bool:
+        """Is it a model of this node or of a member, served at the moment or not?"""
+        return self.slots.serves(model) or self.peers.knows(model)
+
+    def is_served(self, model: str) -> bool:
+        """Does anybody healthy serve it, however full?"""
+        if self.slots.any_routable(model) is not None:
+            return True
+        return any(True for _ in self.peers.serving(model, self._clock()))
+
     def drain(self) -> None:
         """Take no more requests; those under way may end."""
         self._draining = True

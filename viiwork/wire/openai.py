@@ -1,4 +1,4 @@
-"""What a request body and its headers say about routing; and the one change made to a body."""
+"""What a request body and its headers say about routing; and the two changes made to a body."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from msgspec import UNSET, Raw, UnsetType
 from viiwork.core.turn import Chain
 from viiwork.errors import RequestError
 from viiwork.limits import MODEL_NAME_MAX_CHARS, SESSION_KEY_MAX_BYTES
+from viiwork.native.span import offset_in
 from viiwork.wire.conversation import Parts, body_key, chain_of
 
 # Where clients name their session: the first one that says something counts, then what the body says.
@@ -83,7 +84,12 @@ class _Plain(msgspec.Struct):
     metadata: Raw | UnsetType = UNSET
 
 
+class _Named(msgspec.Struct):
+    model: msgspec.Raw
+
+
 _decode = msgspec.json.Decoder(_Wanted).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
 _decode_plain = msgspec.json.Decoder(_Plain).decode
 
 
@@ -134,6 +140,17 @@ def pin(body: bytes, slot: int) -> bytes:
     """
     end = body.rindex(b"}")
     return b'%b,"id_slot":%d%b' % (body[:end], slot, body[end:])
+
+
+def name_model(body: bytes, model: str) -> bytes:
+    """`body` with another model in place of the one that counts; all other bytes unchanged.
+
+    `body` is one that `peek` has read. Of equal keys only the last is changed, the one that `peek` and every
+    engine obeys. A second `model` at the end would do for most of them, but some refuse an equal key.
+    """
+    value = _decode_named(body).model  # a view of the body: its place is the value's place
+    at = offset_in(body, value)
+    return b"%b%b%b" % (body[:at], msgspec.json.encode(model), body[at + len(memoryview(value)) :])
 
 
 def error_body(message: str, error_type: str, code: str) -> dict[str, Any]:
