@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -15,6 +16,7 @@ from aiohttp.http_writer import HttpVersion11
 
 from viiwork.api.connection import Connection
 from viiwork.api.headers import answer_headers, header
+from viiwork.api.server import ClientRequest
 from viiwork.core.turn import Result, Usage
 from viiwork.limits import ANSWER_TAIL_BYTES, WRITE_STALL_S
 from viiwork.wire.openai import error_body
@@ -62,6 +64,8 @@ async def relay(
         lines.append(b"Transfer-Encoding: chunked\r\n")
     elif has_body and length:
         lines.append(b"Content-Length: %b\r\n" % length)
+    for name, value in cast(ClientRequest, request).cross_origin:
+        lines.append(f"{name}: {value}\r\n".encode())
     if not keep_alive:
         lines.append(b"Connection: close\r\n")
     elif not http11:

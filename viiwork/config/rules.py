@@ -17,6 +17,7 @@ from viiwork.config.model import (
 )
 from viiwork.config.model_rules import check_models
 from viiwork.config.scalars import format_duration
+from viiwork.core.cross_origin import parse_pattern
 from viiwork.core.names import node_name_problem
 
 
@@ -31,7 +32,16 @@ def check_rules(config: Config) -> list[str]:
     _activity(config.activity)
     _kv_share(config.kv_share)
     check_models(config.models, config.gpu, warnings)
+    _api_keys(config)
     return warnings
+
+
+def _api_keys(config: Config) -> None:
+    """A slip here would send the mesh secret to a server."""
+    for i, model in enumerate(config.models):
+        if model.api_key_env and model.api_key_env in (config.mesh.secret_env, config.mesh.secret_prev_env):
+            expected = "a variable other than the mesh secrets'"
+            raise Fault(f"models[{i}].api_key_env", expected, model.api_key_env)
 
 
 def _node(node: NodeSection) -> None:
@@ -47,6 +57,14 @@ def _api(api: ApiSection, warnings: list[str]) -> None:
         warnings.append(
             f"api.host {api.host} listens on every network of this machine; requests are not authenticated"
         )
+    origins = api.cors.allow_origins or ()
+    checks.at_most("api.cors.allow_origins", len(origins), limits.CORS_ORIGINS_MAX, "origins")
+    for i, origin in enumerate(origins):
+        try:
+            parse_pattern(origin)
+        except ValueError as error:
+            got = shown(origin) or "an empty text"
+            raise Fault(f"api.cors.allow_origins[{i}]", str(error), got) from None
 
 
 def _mesh(config: Config, warnings: list[str]) -> None:

@@ -50,6 +50,7 @@ class Ask(Struct, frozen=True, gc=False):
     needs_slot: bool = True  # False for tokenize, detokenize, apply-template, count_tokens
     pinnable: bool = True  # the engine honours `id_slot` in the body of this endpoint
     body_bytes: int = 0
+    alias: str | None = None  # what the client called the model, when that is not its name
     forwarded_by: str | None = None  # entry node of a verified forward; such a request makes no further hop
     wait_ms: int = 0  # how long such a forward may wait for a slot here; 0 = it runs at once or is refused
 
