@@ -58,7 +58,7 @@ def mesh(n_hosts: int, n_sessions: int, *, policy: Policy, is_full: bool = False
                 (session, "m"), Binding(home, SlotRef("m/0", n // n_hosts), 9000, n, tip), NOW
             )
         chain = Chain(links, tuple(1000 * (i + 1) for i in range(N_LINKS)))
-        asks.append(Ask(f"{n:016x}", "m", session, chain=chain, body_bytes=40_000))
+        asks.append(Ask(f"{n:016x}", "m", session, session, chain=chain, body_bytes=40_000))
     for n, name in enumerate(names[1:], 1):
         peers.put(name, f"http://{name}")
         perf = Perf(100.0 + n, 1000.0 + 20 * n, 9)
@@ -80,7 +80,10 @@ def cases(n_hosts: int, n_sessions: int) -> Iterator[tuple[str, Case]]:
     yield "sessions, scored", mesh(n_hosts, n_sessions, policy=Policy())
     yield "sessions, all hosts full", mesh(n_hosts, n_sessions, policy=Policy(), is_full=True)
     view, asks = mesh(n_hosts, n_sessions, policy=Policy())
-    yield "no session", (view, [msgspec.structs.replace(ask, session=None, chain=None) for ask in asks])
+    yield (
+        "no session",
+        (view, [msgspec.structs.replace(ask, session=None, session_key=None, chain=None) for ask in asks]),
+    )
     yield (
         "new sessions",
         (

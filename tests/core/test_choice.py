@@ -20,7 +20,7 @@ def host(node: str, free: int = 1, perf: Perf | None = FAST, **more) -> Candidat
 
 
 def question(*candidates: Candidate, n_tokens: int = 1000, **more) -> Question:
-    return Question("a", "m", n_tokens, candidates, **more)
+    return Question("a", "m", n_tokens, candidates, keyed="session" in more, **more)
 
 
 def chosen(*candidates: Candidate, policy: Policy = POLICY, **more) -> Choice:
@@ -82,6 +82,13 @@ def test_a_session_takes_the_same_host_among_equals_whoever_is_asked():
     }
     assert len(homes) == 1
     assert len({chosen(*hosts, session=f"s{n}").node for n in range(40)}) == 6
+
+
+def test_a_conversation_without_a_name_that_nobody_holds_stays_with_its_entry_node():
+    q = msgspec.structs.replace(question(host("a"), host("b"), session="s"), keyed=False)
+    assert pick(POLICY, q) == Choice("a", "entry")
+    unmeasured = [host("a", perf=None), host("b", 9, perf=None)]
+    assert pick(POLICY, msgspec.structs.replace(q, candidates=tuple(unmeasured))) == Choice("a", "entry")
 
 
 def test_a_session_goes_where_its_prompt_is_among_equals():
@@ -234,6 +241,7 @@ questions = st.builds(
     st.integers(0, 5000),
     hosts,
     st.none() | st.sampled_from(["s", "t"]),
+    st.booleans(),
     st.none() | st.sampled_from("abz"),
     st.lists(st.sampled_from("abcz"), max_size=3).map(tuple),
     st.floats(0, 1e4),

@@ -63,6 +63,7 @@ class Question(Struct, frozen=True, gc=False):
     n_tokens: int  # of the prompt, estimated
     candidates: tuple[Candidate, ...]  # this node first when it serves the model
     session: str | None = None
+    keyed: bool = False  # the client names its session itself, so every entry node knows it by the same name
     pin: str | None = None
     prefer: tuple[str, ...] = ()
     waited_ms: float = 0.0  # of its queue budget, up to now
@@ -153,7 +154,7 @@ def _unmeasured(q: Question, room: list[Candidate]) -> Choice:
         return NOBODY
     if any(c.held_tokens for c in room):
         return Choice(_warmest(q, room), "warm")
-    if q.session is not None:
+    if q.session is not None and q.keyed:
         return Choice(_first_of(q.session, room), "rendezvous")
     return _plain(q, room)
 
@@ -186,7 +187,7 @@ def _fastest(policy: Policy, q: Question, room: list[Priced]) -> Choice:
     equals = [c for _, c in band]
     if any(c.held_tokens for c in equals):
         return Choice(_warmest(q, equals), "warm")
-    if q.session is not None:
+    if q.session is not None and q.keyed:
         return Choice(_first_of(q.session, equals), "rendezvous")
     if equals[0].node == q.me:
         return Choice(q.me, "entry")
@@ -197,7 +198,7 @@ def _warmest(q: Question, candidates: Sequence[Candidate]) -> str:
     """Who holds most of the prompt; of equally much, nearest to the engine."""
     best = max((c.held_tokens, _NEARNESS.get(c.held_where, 0)) for c in candidates)
     warmest = [c for c in candidates if (c.held_tokens, _NEARNESS.get(c.held_where, 0)) == best]
-    return warmest[0].node if q.session is None else _first_of(q.session, warmest)
+    return _first_of(q.session, warmest) if q.session is not None and q.keyed else warmest[0].node
 
 
 def _first_of(session: str, candidates: Sequence[Candidate]) -> str:

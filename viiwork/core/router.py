@@ -150,6 +150,7 @@ def _question(view: View, ask: Ask, terms: Terms, exclude: Collection[str]) -> Q
         view.sizes.n_tokens(model, ask.body_bytes),
         tuple(candidates),
         ask.session,
+        ask.session_key is not None,
         ask.pin,
         ask.prefer,
         terms.waited_ms,
