@@ -14,7 +14,7 @@ from viiwork.limits import KV_CHUNK_BYTES
 from viiwork.native.mover import pread_exact
 from viiwork.wire.channel import FrameType, Opener, Sealed, Sealer, unpack_refusal
 from viiwork.wire.replica import Offer, n_chunks, pack_offer, replica_name, root_of
-from viiwork.wire.savefile import SaveInfo, parse
+from viiwork.wire.whole_file import SaveInfo, parse
 
 
 def send_state(sock: socket.socket, job: SendJob, cancel: Cancel) -> SendDone:

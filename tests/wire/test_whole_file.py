@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from viiwork.errors import SaveFileError
-from viiwork.wire.savefile import Layout, Literal, SaveInfo, Span, parse, plan_bytes, render_plan
+from viiwork.wire.whole_file import Layout, Literal, SaveInfo, Span, parse, plan_bytes, render_plan
 
 
 def load(path: Path) -> ModuleType:
@@ -25,7 +25,7 @@ def load(path: Path) -> ModuleType:
 
 
 HERE = Path(__file__).parent
-oracle = load(HERE / "savefile_oracle.py")
+oracle = load(HERE / "whole_file_oracle.py")
 saves = load(HERE.parent / "kv" / "saves.py")
 make_save = saves.make_save
 
