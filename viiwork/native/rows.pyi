@@ -29,7 +29,7 @@ def transpose(
     """Row r, column c of `src` becomes row c, column r of `dst`; elements of 1, 2 or 4 bytes.
 
     The strides are bytes from row to row, 0 = dense. `src` and `dst` must not overlap. Channel strips of a
-    transposed V are `n_rows` = channels, `n_columns` = cells; the way back is the same call with them swapped.
+    transposed V: `n_rows` = channels, `n_columns` = cells; the way back is the same call, those swapped.
     """
 
 def split_planes(src: Buffer, dst: Buffer, width: int) -> None:
