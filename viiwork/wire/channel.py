@@ -1,6 +1,6 @@
-"""The KV channel, version 1: handshake and frames, as bytes in and values out.
+"""The KV channel, version 2: handshake and frames, as bytes in and values out.
 
-The initiator sends the state, the responder keeps it. The conversation is drawn in docs/kv-channel.md.
+The initiator sends the state, the responder keeps it. The conversation is drawn in docs/replication.md.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from viiwork.errors import ChannelError
-from viiwork.limits import KV_CHUNK_MAX_BYTES, KV_MESSAGE_MAX_BYTES
+from viiwork.limits import KV_FRAME_MAX_BYTES, KV_MESSAGE_MAX_BYTES
 
-PROTOCOL = "viiwork-kv/1"  # value of the Upgrade header
+PROTOCOL = "viiwork-kv/2"  # value of the Upgrade header
 CHANNEL_PATH = "/v1/kv/channel"
-VERSION = 1
-KEY_CONTEXT = "viiwork kv channel v1"
+VERSION = 2
+KEY_CONTEXT = "viiwork kv channel v2"
 PROOF_BYTES = 32
 TAG_BYTES = 16
 NAME_MAX_BYTES = 255
@@ -36,6 +36,8 @@ REASONS = frozenset(
         "layout",
         "too_long",
         "too_large",
+        "superseded",
+        "version",
         "disabled",
         "busy",
         "bad_offer",
@@ -61,7 +63,7 @@ def warm_up() -> None:
     """Use each primitive once: the first X25519 of a process takes 20-40 ms, the next ones 0.1."""
     near, far = Initiator(bytes(32), "a", bytes(32), encrypt=True), Responder((bytes(32),), "b", bytes(32))
     proof, session = near.finish(far.answer(near.hello(), "a", require_encrypt=True), "b")
-    frame = Sealer(session.send, encrypt=True).seal(FrameType.DATA, b"")
+    frame = Sealer(session.send, encrypt=True).seal(FrameType.ROWS, b"")
     opener = Opener(far.finish(proof).receive, encrypt=True)
     opener.open(read_header(frame.header, 0), bytearray(frame.tag))
 
@@ -233,33 +235,56 @@ def _keyed(key: bytes, what: bytes, data: bytes) -> bytes:
 
 _HEADER = struct.Struct("<4sBBHQQQIIII")
 HEADER_BYTES = _HEADER.size
-_FRAME_MAGIC = b"VWK1"
+_FRAME_MAGIC = b"VWK2"
 
 
 class FrameType(enum.IntEnum):
     OFFER = 1  # -> payload: an Offer
-    ACCEPT = 2  # <- empty
+    HAVE = 2  # <- payload: a Have
     REFUSE = 3  # <- payload: a Refusal
-    DATA = 4  # -> payload: one chunk, at `offset` of the content
-    COMMIT = 5  # -> payload: a root
-    ACK = 6  # <- payload: the committed root
-    NACK = 7  # <- payload: a Refusal
+    BEGIN = 4  # -> payload: a Begin
+    TOKENS = 5  # -> payload: `rows` tokens from position `offset` on
+    ROWS = 6  # -> payload: `rows` rows from position `offset` on, of every segment of cache `segment`
+    BLOB = 7  # -> payload: a piece at `offset` of blob `segment` of the offer
+    COMMIT = 8  # -> payload: a Commit
+    ACK = 9  # <- payload: BLAKE3 of the COMMIT's payload
+    NACK = 10  # <- payload: a Refusal
+
+
+DATA_TYPES = frozenset({FrameType.TOKENS, FrameType.ROWS, FrameType.BLOB})
+
+
+class Codec(enum.IntEnum):
+    """How a DATA payload travels; the planes are those of `native.rows.split_planes`."""
+
+    RAW = 0
+    ZSTD = 1
+    PLANES2_ZSTD = 2
+    PLANES4_ZSTD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The 48 bytes before a payload. The fields marked `later` are zero in this version."""
+    """The 48 bytes before a payload."""
 
     type: FrameType
     seq: int
-    offset: int
     wire_len: int
+    offset: int = 0
+    segment: int = 0
+    rows: int = 0
+    raw_len: int = -1  # -1 = as on the wire
+    codec: Codec = Codec.RAW
+
+    @property
+    def raw_bytes(self) -> int:
+        return self.wire_len if self.raw_len < 0 else self.raw_len
 
     def pack(self) -> bytes:
-        # magic, type, codec (later), flags, seq, offset, item (later), segment (later), rows (later), lengths
-        return _HEADER.pack(
-            _FRAME_MAGIC, self.type, 0, 0, self.seq, self.offset, 0, 0, 0, self.wire_len, self.wire_len
-        )
+        # magic, type, codec, flags (0), seq, offset, item (0), segment, rows, lengths
+        lengths = self.raw_bytes, self.wire_len
+        words = self.seq, self.offset, 0, self.segment, self.rows, *lengths
+        return _HEADER.pack(_FRAME_MAGIC, self.type, self.codec, 0, *words)
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -276,27 +301,34 @@ def read_header(data: bytes | bytearray | memoryview, expect_seq: int) -> Header
     magic, kind, codec, flags, seq, offset, item, segment, rows, raw_len, wire_len = _HEADER.unpack(data)
     if magic != _FRAME_MAGIC:
         raise ChannelError("protocol", "not a frame")
-    if codec or flags or item or segment or rows or raw_len != wire_len:
-        raise ChannelError("protocol", "a frame of an unknown form")
     try:
-        type_ = FrameType(kind)
+        type_, codec = FrameType(kind), Codec(codec)
     except ValueError:
-        raise ChannelError("protocol", f"an unknown frame type {kind}") from None
+        raise ChannelError("protocol", f"an unknown frame type {kind} or codec {codec}") from None
     if seq != expect_seq:
         raise ChannelError("protocol", f"frame {seq} where {expect_seq} was due")
-    if wire_len > (KV_CHUNK_MAX_BYTES if type_ is FrameType.DATA else KV_MESSAGE_MAX_BYTES):
-        raise ChannelError("protocol", f"a frame of {wire_len} bytes")
-    return Header(type_, seq, offset, wire_len)
+    is_data = type_ in DATA_TYPES
+    if max(raw_len, wire_len) > (KV_FRAME_MAX_BYTES if is_data else KV_MESSAGE_MAX_BYTES):
+        raise ChannelError("protocol", f"a frame of {max(raw_len, wire_len)} bytes")
+    plain = codec is Codec.RAW and raw_len == wire_len
+    packed = codec is not Codec.RAW and is_data and wire_len < raw_len
+    if flags or item or not (plain or packed) or (not is_data and (offset or segment or rows)):
+        raise ChannelError("protocol", "a frame of an unknown form")
+    return Header(type_, seq, wire_len, offset, segment, rows, raw_len, codec)
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A frame on its way: three pieces that go out one after the other, and the payload's plain digest."""
+    """A frame on its way: three pieces that go out one after the other."""
 
     header: bytes
     payload: bytes | bytearray | memoryview
     tag: bytes
-    digest: bytes
+    digest: bytes  # BLAKE3 of the payload as it is given to `seal`
+
+    @property
+    def wire_bytes(self) -> int:
+        return len(self.header) + len(self.payload) + len(self.tag)
 
 
 class Sealer:
@@ -307,11 +339,25 @@ class Sealer:
         self._aead = ChaCha20Poly1305(keys.aead) if encrypt else None
         self._seq = 0
 
-    def seal(self, type_: FrameType, payload: bytes | bytearray | memoryview, offset: int = 0) -> Sealed:
-        """Without encryption `payload` is borrowed until the frame is sent."""
-        header = Header(type_, self._seq, offset, len(payload)).pack()
-        digest = blake3(payload).digest()
+    def seal(
+        self,
+        type_: FrameType,
+        payload: bytes | bytearray | memoryview,
+        *,
+        offset: int = 0,
+        segment: int = 0,
+        rows: int = 0,
+        raw_len: int = -1,
+        codec: Codec = Codec.RAW,
+        digest: bytes = b"",
+    ) -> Sealed:
+        """Without encryption `payload` is borrowed until the frame is sent.
+
+        `digest` is BLAKE3 of the payload where the caller knows it already.
+        """
+        header = Header(type_, self._seq, len(payload), offset, segment, rows, raw_len, codec).pack()
         if self._aead is None:
+            digest = digest or blake3(payload).digest()
             sealed = Sealed(header, payload, _mac_of(self._mac, header, digest), digest)
         else:
             secret = self._aead.encrypt(_nonce(self._seq), payload, header)
@@ -332,7 +378,7 @@ class Opener:
     def open(
         self, header: Header, body: bytearray | memoryview
     ) -> tuple[bytes | bytearray | memoryview, bytes]:
-        """Payload and its digest; `body` is what followed the header, the tag at its end.
+        """Payload as it travelled, and its digest; `body` is what followed the header, the tag at its end.
 
         Without encryption the payload is a view of `body`. Raises `ChannelError` (`corrupt`).
         """
