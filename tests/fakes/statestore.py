@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from viiwork.wire.checkpoint import check_checkpoint
 from viiwork.wire.plan import BlobBytes, BlobTurned, Bytes, Part, StoreRows, StoreStrips
 from viiwork.wire.rendering import Stored, StoredRows, render_plan
 from viiwork.wire.rows import RowSpan, spans_of, take_from
 from viiwork.wire.savefile import check_recurrent, parse
-from viiwork.wire.checkpoint import check_checkpoint
 from viiwork.wire.state import Checkpoint, Layout, SaveInfo, StateShape, segments_of
 
 

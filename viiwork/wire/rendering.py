@@ -73,6 +73,8 @@ def render_plan(stored: Stored, tokens: bytes, target: Layout, n_tokens: int = 0
     outside [lo, n_tokens), and in every plan the cells of the base cache are exactly the tokens.
     """
     n = n_tokens or stored.n_tokens
+    if not 1 <= n <= stored.n_tokens or len(tokens) < 4 * n:
+        raise SaveFileError("not_held", f"{n} of {stored.n_tokens} tokens, {len(tokens) // 4} given")
     ids = words_of(tokens[: 4 * n])
     _check(stored, ids, target, n)
     starts = _starts(stored, target, n)
@@ -100,8 +102,6 @@ def _check(stored: Stored, ids: array[int], target: Layout, n: int) -> None:
         raise SaveFileError("layout", f"slot {target.slot} of {target.n_stream}")
     if n > target.max_tokens:
         raise SaveFileError("too_long", f"{n} tokens, the slot holds {target.max_tokens}")
-    if not 1 <= n <= stored.n_tokens or len(ids) != n:
-        raise SaveFileError("not_held", f"{n} tokens of {stored.n_tokens}, {len(ids)} of them given")
     if min(ids) < 0 or (target.n_vocab and max(ids) >= target.n_vocab):
         raise SaveFileError("layout", "a token is outside the vocabulary")
 
