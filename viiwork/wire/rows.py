@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from viiwork.wire.state import SaveInfo, Segment
+from viiwork.wire.state import CacheRows, SaveInfo, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +42,30 @@ def spans_of(info: SaveInfo, segment: Segment, lo: int, hi: int) -> list[RowSpan
 
     Together with the same call for [k, lo) this is what one call for [k, hi) names.
     """
-    raise NotImplementedError
+    rows = info.caches[segment.cache]
+    planes = len(info.shape.caches[segment.cache].k)
+    data = rows.data[segment.layer if segment.part == "k" else planes + segment.layer]
+    spans: list[RowSpan | StripSpan] = []
+    for run in rows.runs:
+        first, end = max(lo, run.pos), min(hi, run.pos + run.n)
+        if first >= end:
+            continue
+        n, cell = end - first, run.cell + first - run.pos
+        if segment.part == "v" and rows.v_trans:
+            size = segment.elem_bytes
+            spans.append(StripSpan(first, n, data + cell * size, rows.cells * size, segment.n_channels, size))
+        else:
+            size = segment.row_bytes
+            spans.append(RowSpan(first, n, data + cell * size, n * size))
+    return spans
+
+
+def take_from(rows: CacheRows, keep: int, held_lo: int) -> tuple[int, int]:
+    """Where extraction of one cache starts for a replica that keeps [held_lo, keep), and its `lo` afterwards.
+
+    A base cache starts at `keep`. A window that moved on past what is kept, or reaches back before it,
+    is taken whole: the rows of a replica have no gap.
+    """
+    if held_lo <= rows.lo <= keep:
+        return keep, held_lo
+    return rows.lo, rows.lo
