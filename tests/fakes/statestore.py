@@ -64,7 +64,7 @@ class Store:
         n = info.n_tokens
         assert info.shape == self.shape
         lows = self.lows or [0] * len(info.caches)
-        starts = [take_from(rows, keep, lo) for rows, lo in zip(info.caches, lows, strict=True)]
+        starts = [take_from(rows.lo, keep, lo) for rows, lo in zip(info.caches, lows, strict=True)]
         self.lows, self.needed = [lo for _, lo in starts], [rows.lo for rows in info.caches]
         cache_of = [segment.cache for segment in segments_of(info.shape)]
         self.rows = {at: row for at, row in self.rows.items() if self.lows[cache_of[at[0]]] <= at[1] < keep}

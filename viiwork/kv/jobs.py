@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from viiwork.errors import KvError
 from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOB_DEADLINE_S, KV_SILENCE_S
-from viiwork.wire.replica import Manifest
-from viiwork.wire.whole_file import Layout, SaveInfo, StateShape
+from viiwork.wire.replica import Mark
+from viiwork.wire.state import Layout, StateShape
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -21,9 +23,10 @@ class Stages(msgspec.Struct, kw_only=True):
     wait_s: float = 0.0  # for the peer's answers
     read_s: float = 0.0
     hash_s: float = 0.0  # hashing, proofs and encryption
+    compress_s: float = 0.0
     send_s: float = 0.0
     receive_s: float = 0.0
-    verify_s: float = 0.0  # proofs, decryption, structure
+    verify_s: float = 0.0  # proofs, decryption, decompression, structure
     write_s: float = 0.0
     render_s: float = 0.0
     total_s: float = 0.0
@@ -38,23 +41,51 @@ class ModelTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     n_vocab: int = 0
 
 
-class SendJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Send a save-file. The file stays the caller's; it is not removed."""
+class SaveFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What control needs to know of a checked save-file."""
+
+    shape: StateShape
+    n_tokens: int
+    n_stream: int
+    v_trans: bool
+    checkpoints: tuple[int, ...]  # token counts
+    total_bytes: int
+
+
+class StateFile(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A save-file and what it is of. The file stays the caller's; it is not removed."""
 
     path: str
     session: bytes
     model_fp: bytes
     generation: int
     created_unix_s: float
+    source: str  # the node that made it
+    known: tuple[Mark, ...] = ()  # earlier generations, and how many leading rows are theirs still
+    checkpoints: int = 1  # newest ones that go along, at most
+    n_written: int = 0  # what the engine reported; 0 = do not compare
+    n_saved: int = 0
+    n_vocab: int = 0
+
+
+class SendJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Send the state in a save-file to a peer that keeps it: only what the peer does not hold yet."""
+
+    file: StateFile
     key: bytes  # channel.mesh_key
     local_name: str
     peer_name: str
     encrypt: bool
-    n_written: int = 0  # what the engine reported; 0 = do not compare
-    n_saved: int = 0
-    n_vocab: int = 0
+    compress: Literal["auto", "on", "off"] = "auto"
+    link_bytes_per_s: float = 0.0  # measured goodput of the path, for `auto`; 0 = not known
     deadline_s: float = KV_JOB_DEADLINE_S
     silence_s: float = KV_SILENCE_S
+
+
+class KeepJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keep the state in a save-file of this node as a replica here."""
+
+    file: StateFile
 
 
 class ReceiveGrant(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +106,7 @@ class RenderJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replica: str
     target: Layout
     out: str
+    at_most: int = 0  # tokens that are of use; 0 = all. Fewer where the state cannot be cut exactly there
 
 
 class InspectJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,19 +128,32 @@ class CancelJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: int
 
 
-Job = SendJob | ReceiveGrant | RenderJob | InspectJob | DropJob | StatsJob
+Job = SendJob | ReceiveGrant | KeepJob | RenderJob | InspectJob | DropJob | StatsJob
 
 
 class SendDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replica: str
-    info: SaveInfo
-    total_bytes: int
+    info: SaveFacts
+    total_bytes: int  # of the save-file
+    kept: int  # positions the peer held already
+    raw_bytes: int  # of tokens, rows and blobs that were sent
+    wire_bytes: int  # sent, all told
     stages: Stages
 
 
 class ReceiveDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A replica that is kept from now on, received or of this node's own file."""
+
     replica: str
-    manifest: Manifest
+    session: bytes
+    model_fp: bytes
+    generation: int
+    source: str
+    n_tokens: int
+    kept: int  # positions that were held already
+    total_bytes: int  # of the replica
+    raw_bytes: int  # of tokens, rows and blobs that came
+    wire_bytes: int
     dropped: tuple[str, ...]  # replicas that made room or were replaced
     stages: Stages
 
@@ -121,7 +166,7 @@ class RenderDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class InspectDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    info: SaveInfo
+    info: SaveFacts
 
 
 class DropDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,8 +176,8 @@ class DropDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class StoreStats(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicas: int
     replica_bytes: int
+    unfinished: int  # broken transfers whose verified rows are kept
     incoming: int
-    incoming_bytes: int
     budget_bytes: int
     transfers: int
 

@@ -49,24 +49,6 @@ class Piece:
     size: int
 
 
-def starts_of(needed: tuple[int, ...], lows: tuple[int, ...], keep: int) -> tuple[int, ...]:
-    """First position to send of each cache, when the receiver holds [low, keep) of each."""
-    if keep == 0:
-        return needed
-    return tuple(
-        max(keep, first) if low <= first else first for first, low in zip(needed, lows, strict=True)
-    )
-
-
-def lows_after(needed: tuple[int, ...], lows: tuple[int, ...], keep: int) -> tuple[int, ...]:
-    """First position the receiver holds of each cache when such a transfer is done."""
-    if keep == 0:
-        return needed
-    return tuple(
-        low if low <= first <= keep else first for first, low in zip(needed, lows, strict=True)
-    )
-
-
 def token_pieces(keep: int, n: int) -> Iterator[Piece]:
     for at in range(keep, n, KV_TOKENS_PIECE):
         rows = min(KV_TOKENS_PIECE, n - at)

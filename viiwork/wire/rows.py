@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from viiwork.wire.state import CacheRows, SaveInfo, Segment
+from viiwork.wire.state import SaveInfo, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ def spans_of(info: SaveInfo, segment: Segment, lo: int, hi: int) -> list[RowSpan
     return spans
 
 
-def take_from(rows: CacheRows, keep: int, held_lo: int) -> tuple[int, int]:
+def take_from(needed: int, keep: int, held_lo: int) -> tuple[int, int]:
     """Where extraction of one cache starts for a replica that keeps [held_lo, keep), and its `lo` afterwards.
 
-    A base cache starts at `keep`. A window that moved on past what is kept, or reaches back before it,
-    is taken whole: the rows of a replica have no gap.
+    `needed` is the first position the engine saved. A base cache starts at `keep`. A window that moved on
+    past what is kept, or reaches back before it, is taken whole: the rows of a replica have no gap.
     """
-    if held_lo <= rows.lo <= keep:
+    if held_lo <= needed <= keep:
         return keep, held_lo
-    return rows.lo, rows.lo
+    return needed, needed
