@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from blake3 import blake3
+
 from viiwork.errors import KvError, SaveFileError
 from viiwork.kv.files import open_save, pread_of
 from viiwork.kv.jobs import SaveFacts, StateFile
@@ -13,7 +15,7 @@ from viiwork.limits import KV_CHECKPOINTS_KEPT, KV_FRAME_MAX_BYTES
 from viiwork.native.mover import pread_exact
 from viiwork.native.rows import gather, gather_strips, transpose
 from viiwork.wire.channel import FrameType
-from viiwork.wire.groups import Piece, rows_of_group
+from viiwork.wire.groups import DIGEST_BYTES, Piece, rows_of_group
 from viiwork.wire.replica import BlobFacts, Mark, Offer, prefix_digests, wrong_shape
 from viiwork.wire.rows import RowSpan, spans_of
 from viiwork.wire.savefile import parse
@@ -151,6 +153,20 @@ class SavedState:
         strips = self._scratch[: n * n_channels * elem_bytes]
         gather_strips(self._fd, offset, stride, n * elem_bytes, n_channels, strips)
         transpose(strips, n_channels, n, elem_bytes, into[: len(strips)])
+
+    def same_rows(self, digests: bytes, held: int) -> int:
+        """Leading rows whose digests are these: whole groups of the only cache."""
+        if not digests or len(self.info.caches) != 1:
+            return 0
+        group = rows_of_group(self.info.shape.caches[0])
+        buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        most = min(min(held, self.info.n_tokens) // group, len(digests) // DIGEST_BYTES)
+        for index in range(most):
+            view = self.read(self.whole_group(0, index), buffer)
+            at = index * DIGEST_BYTES
+            if blake3(view).digest(length=DIGEST_BYTES) != digests[at : at + DIGEST_BYTES]:
+                return index * group
+        return most * group
 
     def whole_group(self, cache: int, index: int) -> Piece:
         """The rows the file holds of one group."""

@@ -39,6 +39,7 @@ class Cancel:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self.reason = "cancelled"
         self._wake: Callable[[], None] | None = None
         self._lock = threading.Lock()
 
@@ -48,16 +49,18 @@ class Cancel:
         if self._event.is_set():
             wake()
 
-    def set(self) -> None:
-        self._event.set()
+    def set(self, reason: str = "cancelled") -> None:
         with self._lock:
+            if not self._event.is_set():
+                self.reason = reason
+            self._event.set()
             wake = self._wake
         if wake is not None:
             wake()
 
     def check(self) -> None:
         if self._event.is_set():
-            raise KvError("cancelled", "the job was cancelled")
+            raise KvError(self.reason, f"the job was {self.reason}")
 
     @property
     def is_set(self) -> bool:
@@ -93,6 +96,7 @@ class Link:
         self._silence_ms = int(job.silence_s * 1000)
         self._deadline = time.monotonic() + job.deadline_s
         self._expect_seq = 0
+        self.sent_bytes = self.received_bytes = 0
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
         with suppress(OSError):  # not a TCP socket
@@ -138,10 +142,12 @@ class Link:
             self._deadline = deadline
 
     def _send_raw(self, data: bytes) -> None:
+        self.sent_bytes += len(data)
         send_all(self._fd, data, b"", b"", self._silence_ms, self._deadline)
 
     def _recv_raw(self, size: int) -> bytes:
         data = bytearray(size)
+        self.received_bytes += size
         recv_exact(self._fd, data, self._silence_ms, self._deadline)
         return bytes(data)
 
@@ -149,6 +155,7 @@ class Link:
 
     def send(self, frame: Sealed) -> None:
         self._cancel.check()
+        self.sent_bytes += frame.wire_bytes
         with link_errors():
             send_all(self._fd, frame.header, frame.payload, frame.tag, self._silence_ms, self._deadline)
 
@@ -168,6 +175,7 @@ class Link:
     def recv_body(self, header: Header, into: bytearray) -> memoryview:
         """Payload and tag, into the front of `into`."""
         view = memoryview(into)[: header.wire_len + TAG_BYTES]
+        self.received_bytes += HEADER_BYTES + len(view)
         with link_errors():
             recv_exact(self._fd, view, self._silence_ms, self._deadline)
         return view

@@ -1,4 +1,4 @@
-"""Takes one state from a peer's worker: one thread receives, the other proves and writes."""
+"""Takes one state from a peer's worker: one thread receives, the other proves, unpacks and writes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,35 @@ import socket
 import time
 from contextlib import suppress
 
+from blake3 import blake3
+
 from viiwork.errors import ChannelError, KvError
-from viiwork.kv.jobs import ModelTerms, ReceiveDone, ReceiveGrant, Stages
-from viiwork.kv.link import Cancel, Link, file_errors
+from viiwork.kv.compress import Unpacker
+from viiwork.kv.incoming import Incoming
+from viiwork.kv.jobs import ReceiveDone, ReceiveGrant, Stages
+from viiwork.kv.link import Cancel, Link
 from viiwork.kv.pipeline import PartnerStopped, Pipeline
-from viiwork.kv.store import Incoming, ReplicaStore
-from viiwork.limits import KV_LINGER_S
-from viiwork.native.mover import pwrite_all
-from viiwork.wire.channel import TAG_BYTES, FrameType, Header, Opener, Sealer, pack_refusal
-from viiwork.wire.replica import DIGEST_BYTES, Offer, root_of, unpack_offer
-from viiwork.wire.whole_file import SaveInfo, parse
+from viiwork.kv.store import ReplicaStore
+from viiwork.limits import KV_FRAME_MAX_BYTES, KV_LINGER_S
+from viiwork.wire.channel import TAG_BYTES, Codec, FrameType, Header, Opener, Sealer, pack_refusal
+from viiwork.wire.delta import pieces_of
+from viiwork.wire.groups import Piece
+from viiwork.wire.replica import (
+    Have,
+    Manifest,
+    Offer,
+    pack_message,
+    replica_name,
+    unpack_begin,
+    unpack_commit,
+    unpack_offer,
+)
 
 
 def receive_state(
     sock: socket.socket, grant: ReceiveGrant, store: ReplicaStore, cancel: Cancel
 ) -> ReceiveDone:
-    """Verify and commit one replica. Closes `sock`; raises `KvError` with nothing left behind."""
+    """Verify and commit one replica. Closes `sock`; raises `KvError` with only verified rows left behind."""
     started = time.monotonic()
     stages = Stages()
     link = Link(sock, grant, cancel)
@@ -30,132 +43,149 @@ def receive_state(
         stages.handshake_s = time.monotonic() - started
         sealer = Sealer(session.send, encrypt=session.encrypt)
         opener = Opener(session.receive, encrypt=session.encrypt)
+        incoming: Incoming | None = None
         try:
-            offer, terms, incoming = _accept(link, opener, grant, store)
-        except KvError as error:
-            _say_no(link, sealer, FrameType.REFUSE, error)
-            raise
-        try:
-            link.send_message(sealer, FrameType.ACCEPT)
-            root = _take_chunks(link, opener, offer, incoming, stages)
+            offer = _offer(link, opener, grant)
+            incoming = Incoming(store, offer, cancel)
+            have = incoming.have()
+            link.send_message(sealer, FrameType.HAVE, pack_message(have))
+            raw_bytes, commit = _take(link, opener, offer, have, incoming, stages)
             begun = time.monotonic()
-            info = _check(offer, terms, incoming)
-            manifest, replaced = store.commit(incoming, root, info)
+            incoming.check(unpack_commit(commit))
+            manifest, replaced = incoming.commit()
             stages.verify_s += time.monotonic() - begun
         except KvError as error:
-            store.abort(incoming)  # before the last words: they may take seconds
-            _say_no(link, sealer, FrameType.NACK, error)
+            type_ = FrameType.REFUSE if incoming is None else FrameType.NACK
+            if incoming is not None:
+                incoming.close()  # before the last words: they may take seconds
+            _say_no(link, sealer, type_, error)
             raise
         finally:
-            store.abort(incoming)
+            if incoming is not None:
+                incoming.close()
         # The replica is whole whether or not the sender hears of it.
         with suppress(KvError):
-            link.send_message(sealer, FrameType.ACK, root)
+            link.send_message(sealer, FrameType.ACK, blake3(commit).digest())
             link.linger(KV_LINGER_S)
     finally:
         link.close()
     stages.total_s = time.monotonic() - started
-    dropped = (*incoming.evicted, *replaced)
-    return ReceiveDone(replica=incoming.name, manifest=manifest, dropped=dropped, stages=stages)
+    dropped = (*incoming.evicted, *([replaced] if replaced else []))
+    return done_of(manifest, incoming.keep, raw_bytes, link.received_bytes, dropped, stages)
 
 
-def _accept(
-    link: Link, opener: Opener, grant: ReceiveGrant, store: ReplicaStore
-) -> tuple[Offer, ModelTerms, Incoming]:
+def done_of(
+    manifest: Manifest, kept: int, raw_bytes: int, wire_bytes: int, dropped: tuple[str, ...], stages: Stages
+) -> ReceiveDone:
+    n = manifest.n_tokens
+    rows = sum(
+        (n - held.lo) * sum(plane.row_bytes for plane in (*shape.k, *shape.v))
+        for held, shape in zip(manifest.caches, manifest.shape.caches, strict=True)
+    )
+    return ReceiveDone(
+        replica=replica_name(manifest),
+        session=manifest.session,
+        model_fp=manifest.model_fp,
+        generation=manifest.generation,
+        source=manifest.source,
+        n_tokens=n,
+        kept=kept,
+        total_bytes=rows + len(manifest.tokens) + sum(blob.facts.size for blob in manifest.blobs),
+        raw_bytes=raw_bytes,
+        wire_bytes=wire_bytes,
+        dropped=dropped,
+        stages=stages,
+    )
+
+
+def _offer(link: Link, opener: Opener, grant: ReceiveGrant) -> Offer:
     _, payload = link.recv_message(opener, FrameType.OFFER)
     offer = unpack_offer(payload)
     if offer.source != grant.peer_name:
         raise KvError("bad_offer", "the offer names another source")
-    return offer, (terms := _terms_for(offer, grant)), _reserve(store, offer, terms)
-
-
-def _terms_for(offer: Offer, grant: ReceiveGrant) -> ModelTerms:
     of_model = [terms for terms in grant.models if terms.model_fp == offer.model_fp]
     if not of_model:
         raise KvError("wrong_model", "no engine here runs exactly this model")
     fitting = [terms for terms in of_model if terms.shape == offer.shape]
     if not fitting:
-        raise KvError("layout", "the engines here lay their cache out differently")
-    return max(fitting, key=lambda terms: terms.max_tokens)
+        raise KvError("layout", "the engines here keep their cache in another form")
+    most = max(terms.max_tokens for terms in fitting)
+    if offer.n_tokens > most:
+        raise KvError("too_long", f"{offer.n_tokens} tokens, a slot here holds {most}")
+    return offer
 
 
-def _reserve(store: ReplicaStore, offer: Offer, terms: ModelTerms) -> Incoming:
-    if offer.n_tokens > terms.max_tokens:
-        raise KvError("too_long", f"{offer.n_tokens} tokens, a slot here holds {terms.max_tokens}")
-    return store.reserve(offer)
-
-
-def _take_chunks(link: Link, opener: Opener, offer: Offer, incoming: Incoming, stages: Stages) -> bytes:
-    """Receive until COMMIT; the root, equal to the sender's."""
-    digests = bytearray()
-    committed: list[bytes] = []
-
-    def prove_and_write(pipe: Pipeline[Header]) -> None:
-        due = 0
-        while not committed:
-            buffer, header = pipe.get()
-            begun = time.monotonic()
-            payload, digest = opener.open(header, memoryview(buffer)[: header.wire_len + TAG_BYTES])
-            proven = time.monotonic()
-            stages.verify_s += proven - begun
-            if header.type is FrameType.COMMIT:
-                committed.append(bytes(payload))
-            elif header.offset != due:
-                raise ChannelError("protocol", f"a chunk at {header.offset} where {due} was due")
-            else:
-                with file_errors():
-                    pwrite_all(incoming.fd, payload, due)
-                digests.extend(digest)
-                due += len(payload)
-            stages.write_s += time.monotonic() - proven
-            pipe.give(buffer)
-
-    pipe = Pipeline(offer.chunk_bytes + TAG_BYTES, prove_and_write)
+def _take(
+    link: Link, opener: Opener, offer: Offer, have: Have, incoming: Incoming, stages: Stages
+) -> tuple[int, bytes]:
+    """Receive until COMMIT: bytes of tokens, rows and blobs, and the COMMIT's payload."""
+    _, payload = link.recv_message(opener, FrameType.BEGIN)
+    keep = unpack_begin(payload).keep
+    if not 0 <= keep <= min(have.n, offer.n_tokens):
+        raise ChannelError("protocol", f"{keep} rows to keep, {have.n} are held")
+    incoming.begin(keep)
+    due = list(pieces_of(offer, have, keep, incoming.starts))
+    pipe: Pipeline[Header] = Pipeline(
+        max((piece.size for piece in due), default=1) + TAG_BYTES, _Writer(opener, incoming, offer, due, stages).run
+    )
     try:
-        _receive_into(link, pipe, offer, stages)
+        for piece in due:
+            buffer = pipe.take()
+            begun = time.monotonic()
+            header = link.recv_header()
+            if not _is_due(header, piece):
+                raise ChannelError("protocol", f"a {header.type.name} frame that is not due")
+            link.recv_body(header, buffer)
+            stages.receive_s += time.monotonic() - begun
+            pipe.put(buffer, header)
         pipe.finish()
     except PartnerStopped:
         raise pipe.abort() or KvError("io_error", "writing the replica ended early") from None
     finally:
-        pipe.abort()
-    root = root_of(bytes(digests))
-    if committed != [root]:
-        raise ChannelError("corrupt", "the content is not what the sender read")
-    return root
+        pipe.abort()  # what arrived whole before an error is verified and written all the same
+    _, commit = link.recv_message(opener, FrameType.COMMIT)
+    return sum(piece.size for piece in due), commit
 
 
-def _receive_into(link: Link, pipe: Pipeline[Header], offer: Offer, stages: Stages) -> None:
-    """All chunks of exactly the offered sizes, then the COMMIT."""
-    left = offer.total_bytes
-    while True:
-        buffer = pipe.take()
-        begun = time.monotonic()
-        header = link.recv_header()
-        if left:
-            wanted, size = FrameType.DATA, min(left, offer.chunk_bytes)
-        else:
-            wanted, size = FrameType.COMMIT, DIGEST_BYTES
-        if header.type is not wanted or header.wire_len != size:
-            raise ChannelError("protocol", f"a {header.type.name} of {header.wire_len} bytes is not due")
-        link.recv_body(header, buffer)
-        stages.receive_s += time.monotonic() - begun
-        pipe.put(buffer, header)
-        if wanted is FrameType.COMMIT:
-            return
-        left -= size
+def _is_due(header: Header, piece: Piece) -> bool:
+    said = (header.type, header.segment, header.offset, header.rows, header.raw_bytes)
+    return said == (piece.type, piece.segment, piece.offset, piece.rows, piece.size)
 
 
-def _check(offer: Offer, terms: ModelTerms, incoming: Incoming) -> SaveInfo:
-    """A file that passes cannot harm an engine, and is what was offered."""
-    info = parse(incoming.pread, offer.total_bytes, n_vocab=terms.n_vocab)
-    same = (
-        info.shape == offer.shape
-        and info.n_tokens == offer.n_tokens
-        and info.tokens_digest == offer.tokens_digest
-    )
-    if not same:
-        raise KvError("corrupt", "the state is not what was offered")
-    return info
+class _Writer:
+    """The thread that proves and writes what the other one received."""
+
+    def __init__(
+        self, opener: Opener, incoming: Incoming, offer: Offer, due: list[Piece], stages: Stages
+    ) -> None:
+        self._opener, self._incoming, self._blobs = opener, incoming, offer.blobs
+        self._due, self._stages = due, stages
+        self._unpacker: Unpacker | None = None
+
+    def run(self, pipe: Pipeline[Header]) -> None:
+        tokens_open = True
+        for piece in self._due:
+            buffer, header = pipe.get()
+            begun = time.monotonic()
+            if tokens_open and piece.type is not FrameType.TOKENS:
+                self._incoming.tokens_done()
+                tokens_open = False
+            wire = memoryview(buffer)[: header.wire_len + TAG_BYTES]
+            opened, digest = self._opener.open(header, wire)
+            payload = memoryview(opened)
+            if header.codec is not Codec.RAW:
+                self._unpacker = self._unpacker or Unpacker()
+                payload = self._unpacker.unpack(payload, header.codec, header.raw_bytes)
+                digest = blake3(payload).digest()
+            proven = time.monotonic()
+            if piece.type is FrameType.BLOB and piece.offset == 0:
+                self._incoming.begin_blob(self._blobs[piece.segment])
+            self._incoming.write(piece, payload, digest)
+            self._stages.verify_s += proven - begun
+            self._stages.write_s += time.monotonic() - proven
+            pipe.give(buffer)
+        if tokens_open:
+            self._incoming.tokens_done()
 
 
 def _say_no(link: Link, sealer: Sealer, type_: FrameType, error: KvError) -> None:

@@ -1,131 +1,191 @@
-"""Sends one save-file to a peer's worker: one thread reads and proves chunks, the other sends them."""
+"""Sends what a peer does not hold of a state: one thread reads, hashes and packs, the other sends."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 
-from viiwork.errors import ChannelError, KvError, SaveFileError
-from viiwork.kv.files import open_save, pread_of
+from blake3 import blake3
+
+from viiwork.errors import ChannelError, KvError
+from viiwork.kv.compress import Packer, codec_of
+from viiwork.kv.extract import SavedState, facts_of, open_state
 from viiwork.kv.jobs import SendDone, SendJob, Stages
-from viiwork.kv.link import Cancel, Link, file_errors
+from viiwork.kv.link import Cancel, Link
 from viiwork.kv.pipeline import PartnerStopped, Pipeline
-from viiwork.limits import KV_CHUNK_BYTES
-from viiwork.native.mover import pread_exact
-from viiwork.wire.channel import FrameType, Opener, Sealed, Sealer, unpack_refusal
-from viiwork.wire.replica import Offer, n_chunks, pack_offer, replica_name, root_of
-from viiwork.wire.whole_file import SaveInfo, parse
+from viiwork.limits import KV_COMPRESS_BELOW_BYTES_PER_S, KV_FRAME_MAX_BYTES
+from viiwork.wire.channel import Codec, FrameType, Opener, Sealed, Sealer, unpack_refusal
+from viiwork.wire.delta import keep_of, pieces_of, starts_of
+from viiwork.wire.groups import (
+    DIGEST_BYTES,
+    Piece,
+    groups_of,
+    rows_of_group,
+)
+from viiwork.wire.replica import Begin, Commit, Have, Offer, pack_message, replica_name, unpack_have
+
+
+_Reader = Callable[[Pipeline[Sealed]], None]
 
 
 def send_state(sock: socket.socket, job: SendJob, cancel: Cancel) -> SendDone:
-    """Offer the file and send it when the peer wants it. Closes `sock`; raises `KvError`."""
+    """Offer the state and send what the peer wants of it. Closes `sock`; raises `KvError`."""
     started = time.monotonic()
     stages = Stages()
     link = Link(sock, job, cancel)
     try:
-        with open_save(job.path, job.n_written) as (fd, size):
-            info = parse(pread_of(fd), size, n_vocab=job.n_vocab)
-            if job.n_saved and info.n_tokens != job.n_saved:
-                raise SaveFileError("bad_file", f"{info.n_tokens} tokens, the engine saved {job.n_saved}")
-            offer = _offer_of(job, info)
-            _converse(link, job, offer, fd, stages)
+        with open_state(job.file) as state:
+            sending = _Sending(link, job, state, stages)
+            sending.converse()
     finally:
         link.close()
     stages.total_s = time.monotonic() - started
-    return SendDone(replica=replica_name(offer), info=info, total_bytes=size, stages=stages)
-
-
-def _offer_of(job: SendJob, info: SaveInfo) -> Offer:
-    return Offer(
-        session=job.session,
-        model_fp=job.model_fp,
-        shape=info.shape,
-        n_tokens=info.n_tokens,
-        tokens_digest=info.tokens_digest,
-        total_bytes=info.total_bytes,
-        chunk_bytes=KV_CHUNK_BYTES,
-        generation=job.generation,
-        source=job.local_name,
-        created_unix_s=job.created_unix_s,
+    return SendDone(
+        replica=replica_name(sending.offer),
+        info=facts_of(state.info),
+        total_bytes=state.info.total_bytes,
+        kept=sending.keep,
+        raw_bytes=sending.raw_bytes,
+        wire_bytes=link.sent_bytes,
+        stages=stages,
     )
 
 
-def _converse(link: Link, job: SendJob, offer: Offer, fd: int, stages: Stages) -> None:
-    begun = time.monotonic()
-    session = link.initiate(job)
-    stages.handshake_s = time.monotonic() - begun
-    sealer = Sealer(session.send, encrypt=session.encrypt)
-    opener = Opener(session.receive, encrypt=session.encrypt)
-    link.send_message(sealer, FrameType.OFFER, pack_offer(offer))
-    _await(link, opener, FrameType.ACCEPT, stages)
-    try:
-        root = _send_chunks(link, opener, sealer, offer, fd, stages)
-        link.send_message(sealer, FrameType.COMMIT, root)
-        acknowledged = _await(link, opener, FrameType.ACK, stages)
-    except KvError as error:
-        if error.reason == "link_lost":
-            _last_words(link, opener, stages)
-        raise
-    if acknowledged != root:
-        raise ChannelError("protocol", "the peer acknowledged something else")
+class _Sending:
+    """One conversation of the sending side."""
 
+    def __init__(self, link: Link, job: SendJob, state: SavedState, stages: Stages) -> None:
+        self._link, self._job, self._state, self._stages = link, job, state, stages
+        self.offer = state.offer()
+        self.keep = self.raw_bytes = 0
+        slow = 0 < job.link_bytes_per_s < KV_COMPRESS_BELOW_BYTES_PER_S
+        self._packer = Packer() if job.compress == "on" or (job.compress == "auto" and slow) else None
+        self._digests: list[list[bytes]] = [[] for _ in self.offer.shape.caches]
+        self._blob_digests: list[bytes] = []
 
-def _await(link: Link, opener: Opener, wanted: FrameType, stages: Stages) -> bytes:
-    begun = time.monotonic()
-    try:
-        type_, payload = link.recv_message(opener, wanted, FrameType.REFUSE, FrameType.NACK)
-    finally:
-        stages.wait_s += time.monotonic() - begun
-    if type_ is not wanted:
-        said = unpack_refusal(payload)
-        raise KvError(said.reason, f"the peer refused: {said.reason} {said.detail}".rstrip())
-    return payload
-
-
-def _send_chunks(link: Link, opener: Opener, sealer: Sealer, offer: Offer, fd: int, stages: Stages) -> bytes:
-    """All DATA frames; the root of what was sent."""
-    digests = bytearray()
-
-    def read_ahead(pipe: Pipeline[Sealed]) -> None:
-        for index in range(n_chunks(offer)):
-            at = index * offer.chunk_bytes
-            size = min(offer.chunk_bytes, offer.total_bytes - at)
-            buffer = pipe.take()
-            view = memoryview(buffer)[:size]
-            t0 = time.monotonic()
-            with file_errors():
-                pread_exact(fd, view, at)
-            t1 = time.monotonic()
-            frame = sealer.seal(FrameType.DATA, view, at)
-            digests.extend(frame.digest)
-            stages.read_s += t1 - t0
-            stages.hash_s += time.monotonic() - t1
-            pipe.put(buffer, frame)
-
-    pipe = Pipeline(offer.chunk_bytes, read_ahead)
-    try:
-        for _ in range(n_chunks(offer)):
-            buffer, frame = pipe.get()
-            begun = time.monotonic()
-            if link.readable():
-                _await(link, opener, FrameType.ACK, stages)
-                raise ChannelError("protocol", "the peer acknowledged before the end")
-            link.send(frame)
-            stages.send_s += time.monotonic() - begun
-            pipe.give(buffer)
-        pipe.finish()
-    except PartnerStopped:
-        raise pipe.abort() or KvError("io_error", "reading the save-file ended early") from None
-    finally:
-        pipe.abort()
-    return root_of(bytes(digests))
-
-
-def _last_words(link: Link, opener: Opener, stages: Stages) -> None:
-    """Raise what the peer said before it closed, if it said anything."""
-    if link.readable():
+    def converse(self) -> None:
+        begun = time.monotonic()
+        session = self._link.initiate(self._job)
+        self._stages.handshake_s = time.monotonic() - begun
+        self._sealer = Sealer(session.send, encrypt=session.encrypt)
+        self._opener = Opener(session.receive, encrypt=session.encrypt)
         try:
-            _await(link, opener, FrameType.ACK, stages)
-        except KvError as said:
-            if said.reason != "link_lost":
-                raise
+            self._link.send_message(self._sealer, FrameType.OFFER, pack_message(self.offer))
+            have = unpack_have(self._await(FrameType.HAVE), self.offer)
+            self._decide(have)
+            self._link.send_message(self._sealer, FrameType.BEGIN, pack_message(Begin(keep=self.keep)))
+            self._send_pieces(list(pieces_of(self.offer, have, self.keep, self._starts)))
+            commit = pack_message(self._commit())
+            self._link.send_message(self._sealer, FrameType.COMMIT, commit)
+            acknowledged = self._await(FrameType.ACK)
+        except KvError as error:
+            if error.reason == "link_lost":
+                self._last_words()
+            raise
+        if acknowledged != blake3(commit).digest():
+            raise ChannelError("protocol", "the peer acknowledged something else")
+
+    def _await(self, wanted: FrameType) -> bytes:
+        begun = time.monotonic()
+        try:
+            type_, payload = self._link.recv_message(self._opener, wanted, FrameType.REFUSE, FrameType.NACK)
+        finally:
+            self._stages.wait_s += time.monotonic() - begun
+        if type_ is not wanted:
+            said = unpack_refusal(payload)
+            raise KvError(said.reason, f"the peer refused: {said.reason} {said.detail}".rstrip())
+        return payload
+
+    # -- what is sent
+
+    def _decide(self, have: Have) -> None:
+        same_rows = self._state.same_rows(have.digests, have.n)
+        self.keep = keep_of(self.offer, self._state.tokens, have, same_rows)
+        self._starts = tuple(start for start, _ in starts_of(self.offer, self.keep, have.lows))
+
+    def _commit(self) -> Commit:
+        groups = []
+        buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        n = self.offer.n_tokens
+        for at, cache in enumerate(self.offer.shape.caches):
+            rows, start = rows_of_group(cache), self._starts[at]
+            own = self._digests[at]
+            if start < n and start != self._state.whole_group(at, start // rows).offset:
+                view = self._state.read(self._state.whole_group(at, start // rows), buffer)
+                own[0] = blake3(view).digest(length=DIGEST_BYTES)
+            if len(own) != (groups_of(n, rows) - start // rows if start < n else 0):
+                raise KvError("bug", "digests do not match the rows sent")
+            groups.append(b"".join(own))
+        return Commit(groups=tuple(groups), blobs=tuple(self._blob_digests))
+
+    # -- sending
+
+    def _send_pieces(self, pieces: list[Piece]) -> None:
+        pipe: Pipeline[Sealed] = Pipeline(max((p.size for p in pieces), default=1), self._reader_of(pieces))
+        try:
+            for _ in pieces:
+                buffer, frame = pipe.get()
+                begun = time.monotonic()
+                if self._link.readable():
+                    self._await(FrameType.ACK)
+                    raise ChannelError("protocol", "the peer acknowledged before the end")
+                self._link.send(frame)
+                self._stages.send_s += time.monotonic() - begun
+                pipe.give(buffer)
+            pipe.finish()
+        except PartnerStopped:
+            raise pipe.abort() or KvError("io_error", "reading the save-file ended early") from None
+        finally:
+            pipe.abort()
+
+    def _reader_of(self, pieces: list[Piece]) -> _Reader:
+        def read_ahead(pipe: Pipeline[Sealed]) -> None:
+            hashing: tuple[int, blake3] | None = None
+            for piece in pieces:
+                buffer = pipe.take()
+                t0 = time.monotonic()
+                view = self._state.read(piece, memoryview(buffer))
+                t1 = time.monotonic()
+                digest = blake3(view).digest()
+                if piece.type is FrameType.ROWS:
+                    self._digests[piece.segment].append(digest[:DIGEST_BYTES])
+                if piece.type is FrameType.BLOB:
+                    if hashing is None or hashing[0] != piece.segment:
+                        hashing = piece.segment, blake3()
+                    hashing[1].update(view)
+                    if piece.offset + piece.size == self.offer.blobs[piece.segment].size:
+                        self._blob_digests.append(hashing[1].digest())
+                self.raw_bytes += piece.size
+                t2 = time.monotonic()
+                frame = self._seal(piece, view, digest)
+                self._stages.read_s += t1 - t0
+                self._stages.hash_s += t2 - t1
+                pipe.put(buffer, frame)
+
+        return read_ahead
+
+    def _seal(self, piece: Piece, view: memoryview, digest: bytes) -> Sealed:
+        t0 = time.monotonic()
+        codec, payload = Codec.RAW, None
+        if self._packer is not None and piece.type is FrameType.ROWS:
+            codec = codec_of(self.offer.shape.caches[piece.segment])
+            payload = self._packer.pack(view, codec)
+        t1 = time.monotonic()
+        place = {"offset": piece.offset, "segment": piece.segment, "rows": piece.rows}
+        if payload is None:
+            frame = self._sealer.seal(piece.type, view, digest=digest, **place)
+        else:
+            frame = self._sealer.seal(piece.type, payload, raw_len=piece.size, codec=codec, **place)
+        self._stages.compress_s += t1 - t0
+        self._stages.hash_s += time.monotonic() - t1
+        return frame
+
+    def _last_words(self) -> None:
+        """Raise what the peer said before it closed, if it said anything."""
+        if self._link.readable():
+            try:
+                self._await(FrameType.ACK)
+            except KvError as said:
+                if said.reason != "link_lost":
+                    raise
