@@ -116,8 +116,11 @@ class PeerTable:
 
     def candidates(self, model: str, now: float) -> list[Candidate]:
         """The serving peers, as far as what they hold of a prompt does not matter."""
-        found = []
-        for node, peer in self._of_model.get(model, {}).items():
+        found: list[Candidate] = []
+        listed = self._of_model.get(model)
+        if listed is None:
+            return found
+        for node, peer in listed.items():
             if now >= peer.fresh_until:
                 continue
             candidate = peer.offered.get(model)
