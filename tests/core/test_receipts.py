@@ -58,7 +58,7 @@ def test_a_receipt_tells_what_was_expected_and_what_came():
     step.node, step.backend, step.queued_ms = "a", "m/0", 12.0
     assert receipt_json("a", Policy(), receipts.get(ask().request_id), 1234)["state"] == "running"
     outcome = Outcome("done", 200, 0.35, True, 2.0, Usage(700, 300, 9))
-    receipts.ended(Grant(ask(), "a", "http://e", "m/0"), outcome)
+    receipts.ended(Grant(ask(), "a", "http://e", "m/0", queued_s=0.5), outcome)
     assert receipt_json("a", Policy(), receipts.get(ask().request_id), 1234) == {
         "request": ask().request_id,
         "node": "a",
@@ -71,7 +71,7 @@ def test_a_receipt_tells_what_was_expected_and_what_came():
             {
                 "after_ms": 0.0,
                 "took": "a",
-                "queued_ms": 12.0,
+                "queued_ms": 500.0,
                 "backend": "m/0",
                 "rule": "warm",
                 "prompt_tokens_estimated": 1000,

@@ -157,6 +157,7 @@ async def test_a_turn_waits_in_the_queue_of_the_peer_that_holds_its_prompt(mesh,
     assert (
         10_000 < decision["hold_ms"] <= 20_000
     )  # what reading it anew would cost, within the queue's budget
+    assert decision["queued_ms"] >= int(answer.headers["X-Viiwork-Queued-Ms"]) - 1
     assert decision["cache_expected_tokens"] >= 9_000 and decision["cache_got_tokens"] == 10_000
     assert (await why(http, b, answer))["decisions"][-1]["queued_ms"] > 0
     assert (await holder).status == 200

@@ -76,7 +76,7 @@ class Receipts:
         if receipt is not None:
             for step in reversed(receipt.steps):
                 if step.node == grant.node and step.outcome is None:
-                    step.outcome = outcome
+                    step.outcome, step.queued_ms = outcome, grant.queued_s * 1000  # a wait at a peer included
                     return
 
     def refused(self, ask: Ask, why: str) -> None:
