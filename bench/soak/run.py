@@ -88,7 +88,8 @@ class Run:
 
 async def run(fault: Fault, args: argparse.Namespace) -> Run:
     seen = Run(fault, args.minutes * 60)
-    entries = [*NODES] if fault in ("none", "backend") else ["a", "b"]  # nobody asks a node that hangs
+    # Nobody asks a node that hangs.
+    entries = args.entries.split(",") if fault in ("none", "backend") else ["a", "b"]
     n_slots = SLOTS * len(MODELS) * len(NODES)
     seen.requests = plan(
         random.Random(args.seed),
@@ -307,11 +308,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="of load in each run")
     parser.add_argument("--factor", type=float, default=2.0, help="arrivals, in multiples of the capacity")
     parser.add_argument("--faults", default="none,backend", help="runs to make: none, backend, node, deaf")
+    parser.add_argument("--entries", default=",".join(NODES), help="nodes that clients ask")
     parser.add_argument("--leavers", type=float, default=0.0, help="share of clients that wait 5 s at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="a folder for the nodes' logs")
     args = parser.parse_args()
+    if not set(args.entries.split(",")) <= NODES.keys():
+        parser.error(f"--entries: expected some of {', '.join(NODES)}, not {args.entries!r}")
     results, hold = [], True
     for fault in args.faults.split(","):
         if fault not in ("none", "backend", "node", "deaf"):

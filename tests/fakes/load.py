@@ -63,7 +63,7 @@ def read_record(folder: Path, node: str, model: str) -> list[Ran]:
     file = record_file(folder, node, model)
     found = []
     for line in file.read_text().splitlines() if file.exists() else ():
-        tag, slot, started, ended, how = line.split()
+        tag, slot, started, ended, how = line.rsplit(maxsplit=4)
         ran = Ran(
             tag,
             node,

@@ -123,6 +123,7 @@ static double go_on(Conn *c, double now) {
         c->next += TOKEN_MS;
     }
     if (now < c->ends) return c->streamed && c->next < c->ends ? c->next : c->ends;
+    end_chat(c, "done"); // before the answer: whoever has that can read the record
     char timings[128];
     sprintf(timings, "\"timings\":{\"cache_n\":0,\"prompt_n\":100,\"predicted_n\":%d}", c->tokens);
     char body[512];
@@ -138,7 +139,6 @@ static double go_on(Conn *c, double now) {
                 timings);
         put_json(c, 200, body);
     }
-    end_chat(c, "done");
     return 0;
 }
 

@@ -34,7 +34,9 @@ class Overtaken:
     by_s: float  # how long before it the later one was begun
 
 
-def overtaken(sent: Iterable[Sent], ran: Iterable[Ran]) -> list[Overtaken]:
+def overtaken(
+    sent: Iterable[Sent], ran: Iterable[Ran], same_moment_s: float = SAME_MOMENT_S
+) -> list[Overtaken]:
     """Breaches of first in, first out, for each model and entry node.
 
     A request that waited its whole time in vain was overtaken as well, if a later one was begun before.
@@ -47,11 +49,11 @@ def overtaken(sent: Iterable[Sent], ran: Iterable[Ran]) -> list[Overtaken]:
     found: list[Overtaken] = []
     for queue in queues.values():
         queue.sort(key=lambda one: one.sent_at)
-        found += _overtaken_in(queue, begun)
+        found += _overtaken_in(queue, begun, same_moment_s)
     return found
 
 
-def _overtaken_in(queue: Sequence[Sent], begun: dict[str, float]) -> list[Overtaken]:
+def _overtaken_in(queue: Sequence[Sent], begun: dict[str, float], same_moment_s: float) -> list[Overtaken]:
     sent_at = [one.sent_at for one in queue]
     first_later: list[tuple[float, str]] = [(float("inf"), "")]  # earliest begin of those from i on
     for one in reversed(queue):
@@ -61,17 +63,19 @@ def _overtaken_in(queue: Sequence[Sent], begun: dict[str, float]) -> list[Overta
     found = []
     for one in queue:
         out_at = begun.get(one.planned.tag, one.ended_at)
-        later = bisect.bisect_right(sent_at, one.sent_at + SAME_MOMENT_S)
+        later = bisect.bisect_right(sent_at, one.sent_at + same_moment_s)
         begun_at, tag = first_later[later]
-        if begun_at < out_at - SAME_MOMENT_S:
+        if begun_at < out_at - same_moment_s:
             found.append(Overtaken(one.planned.tag, tag, out_at - begun_at))
     return found
 
 
-def begun_for_nobody(sent: Iterable[Sent], ran: Iterable[Ran]) -> list[str]:
+def begun_for_nobody(
+    sent: Iterable[Sent], ran: Iterable[Ran], same_moment_s: float = SAME_MOMENT_S
+) -> list[str]:
     """Requests an engine began though their clients had left before."""
     left_at = {one.planned.tag: one.ended_at for one in sent if one.end == "left"}
-    return [r.tag for r in ran if r.started_at > left_at.get(r.tag, float("inf")) + SAME_MOMENT_S]
+    return [r.tag for r in ran if r.started_at > left_at.get(r.tag, float("inf")) + same_moment_s]
 
 
 def expected_depth(
