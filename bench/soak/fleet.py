@@ -151,6 +151,7 @@ class Harm:
     ended_at: float = 0.0
     noticed_s: float | None = None
     back_s: float | None = None  # after the fault was over
+    sockets: int = 0  # of the other nodes to a hung one, at the end of the fault
 
     @property
     def gone(self) -> Window:
@@ -215,6 +216,7 @@ async def _hang_node(fleet: Fleet, name: str, for_s: float, *, deaf: bool) -> Ha
         victim.kill(signal.SIGSTOP)
     harm.noticed_s = await _until(fresh, False, harm.began_at, for_s)
     await asyncio.sleep(max(harm.began_at + for_s - time.monotonic(), 0))
+    harm.sockets = sum(_sockets_to(victim, node) for node in fleet.nodes.values() if node is not victim)
     if stranger is not None:
         stranger.close()
         victim.start()
@@ -223,6 +225,11 @@ async def _hang_node(fleet: Fleet, name: str, for_s: float, *, deaf: bool) -> Ha
     harm.ended_at = time.monotonic()
     harm.back_s = await _until(fresh, True, harm.ended_at, 60)
     return harm
+
+
+def _sockets_to(victim: NodeProcess, node: NodeProcess) -> int:
+    connections = psutil.Process(node.pid).net_connections("tcp")
+    return sum(bool(c.raddr) and c.raddr[:2] == (victim.host, victim.api_port) for c in connections)
 
 
 async def _never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -45,6 +45,7 @@ SHARE_MISSED_MAX = 0.03
 FAILED_MAX = 3  # when a backend is frozen
 ROUTED_AROUND_S = 2.0  # after it was noticed
 GROWN_MIB, GROWN_FDS = 25.0, 8
+SOCKETS_MAX = 2 * (SLOTS * len(MODELS) + 2)  # what ran there, of two nodes, and a poll and a probe of each
 PROBES = 15
 
 

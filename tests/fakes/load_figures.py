@@ -62,7 +62,8 @@ def _overtaken_in(queue: Sequence[Sent], begun: dict[str, float], same_moment_s:
     first_later.reverse()
     found = []
     for one in queue:
-        out_at = begun.get(one.planned.tag, one.ended_at)
+        # What was granted and then stuck at a node that died is no matter of the queue.
+        out_at = one.sent_at + one.queued_s if one.planned.tag in begun else one.ended_at
         later = bisect.bisect_right(sent_at, one.sent_at + same_moment_s)
         begun_at, tag = first_later[later]
         if begun_at < out_at - same_moment_s:

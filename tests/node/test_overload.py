@@ -200,11 +200,17 @@ def _ran(tag: str, started_at: float, ended_at: float, how: str = "done") -> Ran
 
 
 def test_a_request_that_a_later_one_passed_is_found():
-    sent = [_sent("first", 0, 9), _sent("second", 1, 5), _sent("third", 2, 7)]
+    waited = {"x-viiwork-queued-ms": "8000"}
+    sent = [_sent("first", 0, 9, headers=waited), _sent("second", 1, 5), _sent("third", 2, 7)]
     ran = [_ran("second", 4, 5), _ran("third", 6, 7), _ran("first", 8, 9)]
     (found,) = overtaken(sent, ran)
     assert (found.tag, found.by, found.by_s) == ("first", "second", 4.0)
     assert overtaken(sent, ran, same_moment_s=5.0) == []
+
+
+def test_a_request_that_got_stuck_after_it_was_granted_was_not_overtaken_in_its_queue():
+    sent = [_sent("stuck", 0, 9), _sent("later", 1, 5)]
+    assert overtaken(sent, [_ran("later", 4, 5), _ran("stuck", 8, 9)]) == []
 
 
 def test_a_request_that_waited_in_vain_while_a_later_one_began_is_found():
