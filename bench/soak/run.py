@@ -33,6 +33,7 @@ from tests.fakes.load_figures import (
     Window,
     begun_for_nobody,
     expected_depth,
+    outside,
     overtaken,
     slot_seconds,
     used_share,
@@ -182,7 +183,7 @@ def verdicts(seen: Run) -> list[Verdict]:
             not any(how.startswith("503") for how in answers),
         ),
     ]
-    share = used_share(seen.ran, slot_seconds(*_slots(seen)), seen.full)
+    share = used_share(_counted(seen), slot_seconds(*_slots(seen)), seen.full)
     found.append(Verdict("served / (capacity x time)", f"{share:.3f}", share >= 1 - SHARE_MISSED_MAX))
     passed = overtaken(seen.sent, seen.ran)
     worst = max((one.by_s for one in passed), default=0.0)
@@ -223,6 +224,18 @@ def _slots(seen: Run) -> tuple[int, Window, list[tuple[int, Window]]]:
     return SLOTS * len(MODELS) * len(NODES), seen.full, [(lost, seen.harm.gone)]
 
 
+def _counted(seen: Run) -> list[Ran]:
+    """What ran in slots that count."""
+    if seen.fault == "none":
+        return seen.ran
+    others = [one for one in seen.ran if not _on_victim(one, seen.harm)]
+    return [*others, *outside([one for one in seen.ran if _on_victim(one, seen.harm)], seen.harm.gone)]
+
+
+def _on_victim(one: Ran, harm: Harm) -> bool:
+    return f"{one.node} {one.model}/0".startswith(harm.victim)
+
+
 def _of_the_fault(seen: Run) -> list[Verdict]:
     harm = seen.harm
     found = [
@@ -236,9 +249,7 @@ def _of_the_fault(seen: Run) -> list[Verdict]:
             for one in seen.sent
         )
         found.append(Verdict("sent there though noticed", str(late), late == 0))
-    after = sum(
-        r.started_at > harm.gone[1] and f"{r.node} {r.model}/0".startswith(harm.victim) for r in seen.ran
-    )
+    after = sum(r.started_at > harm.gone[1] and _on_victim(r, harm) for r in seen.ran)
     found.append(Verdict("served there afterwards", str(after), after > 0))
     return found
 

@@ -27,7 +27,14 @@ from tests.fakes.load import (
     send,
     send_one,
 )
-from tests.fakes.load_figures import begun_for_nobody, expected_depth, overtaken, slot_seconds, used_share
+from tests.fakes.load_figures import (
+    begun_for_nobody,
+    expected_depth,
+    outside,
+    overtaken,
+    slot_seconds,
+    used_share,
+)
 
 from .nodes import NodeProcess
 
@@ -236,6 +243,14 @@ def test_the_used_share_counts_only_the_window_and_not_what_was_broken_meanwhile
     window = (10.0, 20.0)
     assert slot_seconds(2, window, [(1, (5.0, 15.0))]) == 15.0
     assert used_share(ran, 20.0, window) == 5.0 / 20.0
+
+
+def test_a_chat_in_an_engine_that_was_gone_for_a_time_counts_before_and_after():
+    parts = list(outside([_ran("through", 0, 9), _ran("inside", 4, 5)], (3.0, 6.0)))
+    assert [(one.tag, one.started_at, one.ended_at) for one in parts] == [
+        ("through", 0, 3),
+        ("through", 6, 9),
+    ]
 
 
 def test_the_expected_depth_is_what_comes_in_the_time_each_one_waits():
