@@ -1,7 +1,7 @@
 """One error tree. A class says what machines need to know: code, HTTP status, exit code, retry hint.
 
 ViiworkError
-|- UsageError            the command line or the config file is wrong (exit 2)
+|- UsageError            the command line, the config file or another given file is wrong (exit 2)
 |  `- ConfigError
 |- RequestError          the client's request is wrong (4xx)
 |- Refused               nobody takes the request now (429, 503)
@@ -49,6 +49,28 @@ class ConfigError(UsageError):
     code = "config"
 
 
+class NodeUnreachable(ViiworkError):
+    """A command got no usable answer from the node it asked."""
+
+    code = "node_unreachable"
+
+
+class NodeRefused(ViiworkError):
+    """The node a command asked said no; `status` is its HTTP status."""
+
+    code = "node_refused"
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class TraceError(UsageError):
+    """A file is not an arrival trace: file, line, what is wrong."""
+
+    code = "trace"
+
+
 class StateDirError(ViiworkError):
     """A folder the node needs cannot be used."""
 
@@ -94,6 +116,18 @@ class UnknownModel(NotFound):
     """No node of the mesh serves the model, or the pinned host does not."""
 
     code = "unknown_model"
+
+
+class UnknownAlias(NotFound):
+    """No alias has this name."""
+
+    code = "unknown_alias"
+
+
+class AliasConflict(RequestError):
+    """A write to the alias table that makes no sense as things are; the message says why."""
+
+    code, http_status = "alias_conflict", 409
 
 
 class Unauthorized(RequestError):
@@ -148,6 +182,18 @@ class ShuttingDown(Refused):
     """The node drains before it stops."""
 
     code, retry_after_s = "shutting_down", 5
+
+
+class AliasUnserved(Refused):
+    """Nobody serves any model an alias may stand for."""
+
+    code, retry_after_s = "alias_unserved", 5
+
+
+class AliasNotSaved(Refused):
+    """The alias table could not be written to disk, so nothing was changed."""
+
+    code = "alias_not_saved"
 
 
 class KvRefused(RequestError):
@@ -210,6 +256,12 @@ class BadReport(MeshError):
     """A peer's capacity report cannot be believed."""
 
     code = "bad_report"
+
+
+class BadAliases(MeshError):
+    """What should be an alias table is none; the message says what is wrong with it."""
+
+    code = "bad_aliases"
 
 
 class DuplicateName(MeshError):

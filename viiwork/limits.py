@@ -23,6 +23,10 @@ SSE_LINE_MAX_BYTES = 256 * KIB  # the scanner's memory per stream; 256 streams w
 SSE_TAIL_BYTES = 16 * KIB  # kept of a longer line; token counts stand at the end
 ANSWER_HEAD_MAX_BYTES = 64 * KIB  # of an engine or peer; one is held per exchange
 ANSWER_TAIL_BYTES = 256 * KIB  # kept of a non-streamed answer to read its token counts; as above
+CONTROL_BODY_MAX_BYTES = MIB  # of a control write; the largest names 256 models
+CONTROL_BODY_S = 5.0  # for it to come
+CONTROLS_AT_ONCE = 16  # control writes being read, because no proof can be checked before: 16 MiB at worst
+PREFLIGHT_AGE_S = 600  # a browser asks again whether a page may; a changed list works after that
 CONNECT_S = 3.0  # to an engine or a peer; one lost SYN is resent after 1 s
 ROUTE_ATTEMPTS_MAX = 16  # routes tried for one request; the dispatcher normally ends it long before
 UPSTREAM_IDLE_S = 4.0  # a kept-alive connection to an engine; llama.cpp closes them after 5 s
@@ -37,6 +41,54 @@ PEER_DEAD_S = 30.0  # a peer whose kernel acknowledges nothing for this long bro
 NODE_NAME_MAX_BYTES = 64  # kinship's own limit for member names; a longer one could join no mesh
 SESSIONS_MAX = 4096  # remembered sessions; about 400 B each, 2 MiB. Beyond it the oldest is forgotten
 SESSION_KEY_MAX_BYTES = 1024  # a longer header value is hashed from its first 1,024 bytes
+ALIAS_NAME_MAX_CHARS = 64  # of an alias; it stands in headers, URLs and tables
+ALIASES_MAX = 256  # live aliases an operator can make; listed with /v1/models each time a client asks
+ALIAS_NAMES_MAX = 1024  # with removed ones, also those other members made; 12 KB each at worst, 12 MB
+ALIAS_SETTINGS_MAX = 11  # of one alias: the present one and ten before it; 1 KB each at worst
+ALIAS_SETTING_MAX_BYTES = 700  # its models; a write with all else stays under 1,000, which fit one datagram
+ALIAS_VER_MAX = 1 << 53  # a whole number in every JSON reader; also bounds time stamps
+ALIAS_CLOCK_SKEW_MS = 86_400_000  # a write from further ahead would keep every later one out
+ALIAS_TOMBSTONE_KEPT_MS = 30 * 86_400_000  # a node that was off for longer brings removed aliases back
+
+# -- routing ---------------------------------------------------------------------------------------
+BAND_DEFAULT = 1.25  # hosts this close to the best TTFT are equals; 1.0 would herd all requests onto one
+EXPLORE_DEFAULT = 0.05  # one request in twenty finds out about a host nobody measured
+HOLD_MIN_MS = 20.0  # a shorter wait for a warm home is not worth a timer, let alone a round trip
+WAIT_MAX_MS = 600_000  # longest wait a forward may ask for; the executor's own queue_timeout is the real end
+CANDIDATES_MAX = 32  # hosts compared in one decision; about 150 B each in every receipt
+PREFER_MAX = 8  # names in `?prefer=`
+PLACE_NAME_MAX_CHARS = 253  # of a host in `?host=` and `?prefer=`, as long as a DNS name
+BYTES_PER_TOKEN = 4.0  # of a request body, until a model's answers tell better
+BYTES_PER_TOKEN_MIN = 1.0  # one byte a token is the worst any vocabulary does
+BYTES_PER_TOKEN_MAX = 16.0  # beyond it the body is pictures, not text
+BYTES_PER_TOKEN_ALPHA = 0.1  # weight of the newest answer; the last twenty or so matter
+ESTIMATE_TOKENS_MIN = 64  # of a shorter prompt the JSON around it says more than its text
+FAILURES_BEFORE_BACKOFF = 2  # in a row; one may be an accident
+FAILING_BACKOFF_S = 2.0  # first time behind all others: two capacity reports
+FAILING_BACKOFF_MAX_S = 30.0  # two trials a minute are noticed by nobody and soon enough
+FAILURES_MAX = 4096  # (node, model) pairs remembered; about 200 B each, 0.8 MiB
+RECEIPTS_MAX = (
+    2048  # decided requests kept for /v1/why; about 1 KiB each, with 32 hosts 7 KiB: 14 MiB at worst
+)
+RECEIPT_STEPS_MAX = 4  # decisions kept of one request, the first and the newest
+PERF_FILE_MAX_BYTES = MIB  # 256 models with the longest names are 160 KiB
+PERF_LOOK_S = 10.0  # how often it is looked whether the speed changed
+PERF_SAVE_S = 600.0  # changes below the rounding are written this seldom: an SSD's life is not for them
+TRACE_FILE_MAX_BYTES = 64 * MIB  # then it becomes FILE.1; two of them, about 150,000 decisions each
+TRACE_LINES_MAX = 4096  # waiting to be written; 2 KiB each at worst, 8 MiB; more are dropped and counted
+TRACE_FLUSH_S = 0.5  # between two writes
+TRACE_LINE_MAX_BYTES = 64 * KIB  # 32 candidates with the longest names are 12 KiB
+SCORE_BUCKET_S = 60.0  # of turns that are forgotten together
+SCORE_BUCKETS = 10  # ten minutes: long enough for a quiet node, short enough to follow a hot card
+SCORE_BUCKET_SAMPLES_MAX = 256  # of each bucket, the newest; 2,560 of 100 B are 256 KiB a model at worst
+SCORE_BIG_TOKENS = 512  # from here on prefill is most of the TTFT; below it the overhead is
+SCORE_ROUNDS = 3  # of the alternating medians; further ones change less than the rounding
+SCORE_SMALL_SAMPLES_MIN = 3  # before a window's short prompts overrule the baseline's overhead
+SCORE_FIRST_SAMPLES = 3  # long prompts before the first score; the median of three bears one odd one
+SCORE_BASELINE_SAMPLES = 5  # long prompts in a window that make it the new baseline
+SCORE_RATE_MIN_MS = 1.0  # per 1,000 tokens; nothing reads a million tokens a second, so it is no measurement
+SCORE_REFRESH_S = 1.0  # as often as anybody polls; 2,560 samples take 2 ms
+QUEUE_LATE_S = 1.0  # a waiter this long past its time slept with the machine: answered, not run
 
 # -- config ----------------------------------------------------------------------------------------
 CONFIG_FILE_MAX_BYTES = MIB  # 256 models with long args are 200 KiB; held once while it is read
@@ -44,6 +96,7 @@ CONFIG_MAX_DEPTH = 16  # the deepest key is 5 levels down; keeps recursion over 
 CONFIG_MAX_NODES = 50_000  # of the tree, every alias written out; at most about 15 MiB, freed after loading
 CONFIG_ECHO_MAX_CHARS = 48  # of a wrong value shown in an error, which stays one line of a terminal
 DURATION_MAX_S = 30 * 86_400  # a longer one is a slip of the unit; a float holds its microseconds exactly
+CORS_ORIGINS_MAX = 256  # entries of `api.cors.allow_origins`; about 300 B each
 INTERVAL_MIN_S = 0.01  # for repeated work: 100 rounds a second cost under 1 % of a core, less would spin
 SIZE_MAX_BYTES = 1 << 50  # 1 PiB, a slip of the unit beyond it
 COUNT_MAX = 1_000_000  # queue and history lengths: 264 B an event is 264 MB, all an operator can ask for
@@ -52,6 +105,8 @@ MODEL_NAME_MAX_BYTES = 512  # room for long repository names; 256 of them are 12
 SEEDS_MAX = 256  # addresses tried each `mesh.rejoin_interval`, eight at a time
 PARALLEL_MAX = 256  # slots a backend, llama.cpp's own limit of sequences
 CONTEXT_MAX_TOKENS = (1 << 31) - 1  # tokens of all slots of a backend; llama.cpp counts them in 31 bits
+API_KEY_MAX_CHARS = 4096  # of an external server; it is one header line there, and JWTs are about 1 KiB
+URL_MAX_CHARS = 2048  # of an external server
 GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pinning environment
 THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
 RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
@@ -72,9 +127,11 @@ ENGINE_QUICK_EXIT_S = 10.0  # an exit this soon before ready may be a lost race 
 ENGINE_STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL when a backend is replaced
 ENGINE_BUDGET_REFILL_S = 600.0  # continuous health that gives a backend its respawns back
 ENGINE_LOAD_STALE_S = 3.0  # three missed load polls: occupancy is unknown, not zero
-ENGINE_STALLS_MAX = (
-    2  # requests without a byte, no success between: the engine answers /health but cannot serve
-)
+ENGINE_STALLS_MAX = 2  # lost requests without a success between, whatever one token in between said
+ENGINE_PROOF_S = 10.0  # for one token of an idle engine that lost a request; it takes one well under a second
+EXTERNAL_POLL_S = 1.0  # between probes of an external engine that runs requests; else `health.interval`
+EXTERNAL_PROBE_S = 1.0  # for its answer; a later one takes it out of routing until the next
+EXTERNAL_MODELS_MAX = 4096  # entries believed of its /v1/models; hosted gateways list some hundreds
 GGUF_HEADER_MAX_BYTES = 256 * MIB  # metadata and tensor table; the largest vocabularies make about 30 MiB
 GGUF_STRING_MAX_BYTES = (
     16 * MIB
@@ -115,7 +172,15 @@ CHANNEL_HEAD_TIMEOUT_S = 5.0  # the peer only checks a signature before it answe
 TAILSCALE_BODY_MAX_BYTES = 16 * MIB  # tailscaled's status lists every device; 10,000 devices are about 12 MiB
 TAILSCALE_POLL_S = 2.0  # wait for the tailnet address at start: often enough to feel immediate
 TAILSCALE_LOG_S = 10.0  # and say so, but not each time
+TAILNET_NAME_ASK_S = 60.0  # for CORS: a page of a tailnet just joined is let in after that
 TAILSCALE_GIVE_UP_S = 300.0  # logging in by hand takes a minute or two
+ALIAS_MESSAGE_MAX_BYTES = 60 * KIB  # a piece of the table; kinship sends at most 64 KiB, envelope included
+ALIAS_INBOX_MAX = 64  # messages not looked at yet, 4 MiB; what is dropped is sent again when tables differ
+ALIAS_OUTBOX_MAX = 256  # writes not told yet, 1 KB each; as above
+ALIAS_REPAIR_S = 5.0  # between two sendings of the table to one member; doubles while it changes nothing
+ALIAS_REPAIR_MAX_S = 300.0  # a member that cannot take our table costs 100 KB in five minutes
+ALIAS_PIECE_PAUSE_S = 0.05  # between two pieces: a table goes out at 1.2 MB/s at most
+ALIAS_PURGE_S = 60.0  # how often expired removals are looked for
 
 # -- kv --------------------------------------------------------------------------------------------
 KV_STATE_MAX_BYTES = 256 * GIB  # one save-file; a larger claim is refused before anything is allocated
@@ -144,7 +209,8 @@ KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shorte
 KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
 # -- node ------------------------------------------------------------------------------------------
-STALL_S = 10.0  # a request unanswered on an idle engine for so long is lost: ten polls are no accident
+STALL_S = 5.0  # a request unanswered on an idle engine for so long is lost: five polls are no accident
+SILENT_S = 1.0  # after an engine left routing by its silence: one more look, then its unbegun requests move
 STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_CLOCK_SKEW_MS = 86_400_000  # a generation further ahead would keep every later state of its session out
@@ -158,4 +224,24 @@ KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
+FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB
+ALIAS_FILE_MAX_BYTES = 16 * MIB  # ALIAS_NAMES_MAX of the largest entries are 12 MB; read once at start
+ALIAS_BODY_MAX_BYTES = 64 * KIB  # of a PUT; what fits into ALIAS_SETTING_MAX_BYTES is far smaller
+
+# -- client ----------------------------------------------------------------------------------------
+FLEET_POLL_S = 300.0  # between two questions of one client: a fleet changes when machines do
+FLEET_TIMEOUT_S = 5.0  # for the answer, which a node has in memory
+FLEET_BODY_MAX_BYTES = 1 * MIB  # of the answer; 1,024 hosts of one model are about 150 KiB
+FLEET_HOSTS_MAX = 1024  # hosts taken from one answer; about 200 B each
+FLEET_SLOTS_MAX = 1_000_000  # of one host; a larger number is a fault of its sender
+FLEET_DAMPING = 0.1  # of the present number (at least 1): smaller changes are noise
+FLEET_SHRINK = 0.25  # of the present number (at least 1): the most it falls in one poll
+
+# -- cli -------------------------------------------------------------------------------------------
+CONTROL_TIMEOUT_S = 5.0  # for a node's whole answer; `--timeout` overrides
+CONTROL_TIMEOUT_MAX_S = 3600.0  # a longer one is a slip
+ALIAS_LOOK_S = 0.25  # between two looks at the members after a write; they know within a fraction of it
+ALIAS_LOOK_TIMEOUT_S = 1.0  # for one member's table, which it has in memory
+ALIAS_LOOKS_AT_ONCE = 8  # members asked at once; one that hangs delays the others of its turn by a second
+CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is decoded

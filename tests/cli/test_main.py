@@ -36,7 +36,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_2(args: list[str], capsys: py
     assert error.startswith("viiwork: ") and error.count("\n") == 1 and "--help" in error
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["check"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["check"], ["down"], ["up"], ["demo"]])
 def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])

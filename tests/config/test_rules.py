@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from viiwork.config.load import parse_config
+from viiwork.errors import ConfigError
+
 
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -123,9 +126,13 @@ def test_what_is_not_is_refused_with_its_place_in_the_list(refusal, seed: str):
         ({"name": "''"}, (), "models[0].name: expected a name, got an empty text"),
         ({"name": "a b"}, (), "models[0].name: expected a name without whitespace, got a b"),
         ({"name": "x" * 513}, (), "models[0].name: expected at most 512 bytes, got 513"),
-        ({"engine": "vllm"}, (), "models[0].engine: expected llamacpp, got vllm"),
+        ({"engine": "vllm"}, (), "models[0].engine: expected llamacpp or external, got vllm"),
         ({"path": "m.gguf"}, (), "models[0].path: expected an absolute path, got m.gguf"),
-        ({"context": "0"}, (), "models[0].context: expected a whole number from 1 to 2147483647, got 0"),
+        (
+            {"context": "0"},
+            (),
+            "models[0].context: expected a whole number from 1 to 2147483647 (required), got 0",
+        ),
         (
             {"context": "2147483647", "parallel": "2"},
             (),
@@ -266,3 +273,26 @@ def test_arguments_that_take_the_nodes_decisions_are_warned_about(load, model_fi
     ).warnings
     assert "models[0].args override what the node decides: --port, -np" in warnings
     assert "models[0].gpus are listed but gpu.vendor is none: the cards are not used" in warnings
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("'*'", "every web page"),
+        ("'*.ts.net'", "your own tailnet"),
+        ("chat example", "an origin such as"),
+        ("''", "empty"),
+    ],
+)
+def test_origins_that_would_let_everybody_in_or_mean_nothing_are_refused(entry, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        parse_config(
+            f"mesh: {{open: true}}\napi: {{cors: {{allow_origins: [ok.example, {entry}]}}}}".encode(), "f", {}
+        )
+    assert "f:2: api.cors.allow_origins[1]" in str(raised.value)
+
+
+def test_origins_are_counted():
+    names = ", ".join(f"h{i}.example" for i in range(257))
+    with pytest.raises(ConfigError, match="at most 256 origins"):
+        parse_config(f"mesh: {{open: true}}\napi: {{cors: {{allow_origins: [{names}]}}}}".encode(), "f", {})

@@ -15,7 +15,7 @@ def test_waiters_leave_in_the_order_they_came():
     queue = WaitQueue(8)
     for name in "abc":
         queue.enter(Ask(name, "m"), 0.0, 20.0)
-    assert names(queue, lambda ask: True) == ["a", "b", "c"]
+    assert names(queue, lambda w: True) == ["a", "b", "c"]
     assert queue.depth("m") == 0
 
 
@@ -23,7 +23,7 @@ def test_one_that_cannot_run_does_not_hold_up_those_behind_it():
     queue = WaitQueue(8)
     for name in "abc":
         queue.enter(Ask(name, "m"), 0.0, 20.0)
-    assert names(queue, lambda ask: True if ask.request_id != "a" else None) == ["b", "c"]
+    assert names(queue, lambda w: True if w.ask.request_id != "a" else None) == ["b", "c"]
     assert queue.depth("m") == 1
 
 

@@ -1,14 +1,27 @@
 from __future__ import annotations
 
-from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport, Perf
+from viiwork.core.choice import Policy
 from viiwork.core.peers import PeerTable
-from viiwork.core.router import Forward, Local, LocalUnslotted, Refuse, View, Wait, choose
+from viiwork.core.router import Forward, Local, LocalUnslotted, Refuse, Terms, View, Wait
+from viiwork.core.router import choose as decide
 from viiwork.core.sessions import Binding, SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
-from viiwork.core.turn import Ask
+from viiwork.core.turn import Ask, Held, Usage
 from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel
+from viiwork.limits import CANDIDATES_MAX
 
 NOW = 100.0
+
+
+def choose(view: View, ask: Ask, now: float, exclude=(), **terms):
+    return decide(view, ask, Terms(now, **terms), exclude).decision
 
 
 def view(*, local: int | None = 1, peers: dict[str, int] | None = None, asked_at: float = NOW - 0.5) -> View:
@@ -53,12 +66,12 @@ def test_an_unknown_model_is_refused_with_its_name():
 
 
 def test_nobody_free_means_wait():
-    assert choose(view(local=0, peers={"b": 0}), ask(), NOW) == Wait(served=True)
+    assert choose(view(local=0, peers={"b": 0}), ask(), NOW) == Wait(served=True, full=True)
 
 
 def test_a_stale_peer_is_unknown_and_not_routed_to():
     v = view(local=None, peers={"b": 5}, asked_at=NOW - 4)
-    assert choose(v, ask(), NOW) == Wait(served=False)
+    assert choose(v, ask(), NOW) == Wait(served=False, full=True)
 
 
 def test_a_report_exactly_as_old_as_the_limit_is_stale():
@@ -66,13 +79,13 @@ def test_a_report_exactly_as_old_as_the_limit_is_stale():
     v.peers.put("b", "http://b")
     entry = ModelCapacity("m", slots=1, backends=1, healthy_backends=1)
     v.peers.reported("b", PeerReport(CapacityReport("b", "1", (entry,)), NOW - 3, NOW - 3))
-    assert choose(v, ask(), NOW) == Wait(served=False)
+    assert choose(v, ask(), NOW) == Wait(served=False, full=True)
 
 
 def test_forwards_begun_since_the_report_was_asked_for_are_subtracted():
     v = view(local=None, peers={"b": 1})
     v.peers.forward_started("b", "m", NOW - 0.1)
-    assert choose(v, ask(), NOW) == Wait(served=True)
+    assert choose(v, ask(), NOW) == Wait(served=True, full=True)
 
 
 def test_forwards_begun_before_the_question_are_in_the_report_already():
@@ -84,9 +97,9 @@ def test_forwards_begun_before_the_question_are_in_the_report_already():
 def test_a_refusal_counts_until_a_report_asked_for_after_it():
     v = view(local=None, peers={"b": 2})
     v.peers.refused("b", "m", NOW)
-    assert choose(v, ask(), NOW) == Wait(served=True)
+    assert choose(v, ask(), NOW) == Wait(served=True, full=True)
     report(v.peers, "b", 2, NOW - 0.1)  # was under way when the refusal came
-    assert choose(v, ask(), NOW) == Wait(served=True)
+    assert choose(v, ask(), NOW) == Wait(served=True, full=True)
     report(v.peers, "b", 2, NOW + 0.1)
     assert choose(v, ask(), NOW + 0.2) == Forward("b")
 
@@ -103,7 +116,7 @@ def test_a_forward_runs_here_or_is_refused_but_never_waits_or_hops_on():
 def test_excluded_nodes_are_passed_over_this_node_included():
     v = view(local=1, peers={"b": 1, "c": 1})
     assert choose(v, ask(), NOW, {"a", "b"}) == Forward("c")
-    assert choose(v, ask(), NOW, {"a", "b", "c"}) == Wait(served=True)
+    assert choose(v, ask(), NOW, {"a", "b", "c"}) == Wait(served=True, full=False)
 
 
 def test_a_session_returns_to_its_slot():
@@ -120,8 +133,7 @@ def test_a_session_whose_slot_is_taken_runs_in_another_one():
 
 
 def test_a_session_goes_to_the_node_of_its_last_turn_while_that_has_room():
-    v = view(local=1, peers={"b": 1})
-    v.sessions.ran_elsewhere(("s", "m"), "b", 1)
+    v = replace(view(local=1, peers={"b": 1}), held=lambda ask: {"b": Held(100, "slot")})
     assert choose(v, ask(session="s"), NOW) == Forward("b")
     v.peers.forward_started("b", "m", NOW)
     assert choose(v, ask(session="s"), NOW) == Local(SlotRef("m/0", 0))
@@ -151,3 +163,139 @@ def test_a_request_without_need_of_a_slot_runs_on_a_full_backend():
     assert choose(v, ask(needs_slot=False), NOW) == LocalUnslotted("m/0")
     full_peer = view(local=None, peers={"b": 0})
     assert choose(full_peer, ask(needs_slot=False), NOW) == Forward("b")
+
+
+def measured(v: View, **nodes: tuple[int, Perf]) -> View:
+    """Peers with so many free slots and this speed."""
+    for name, (free, perf) in nodes.items():
+        v.peers.put(name, f"http://{name}")
+        entry = ModelCapacity("m", slots=free + 1, busy=1, backends=1, healthy_backends=1, perf=perf)
+        v.peers.reported(name, PeerReport(CapacityReport(name, "1", (entry,)), NOW, NOW, 0.001))
+    return v
+
+
+FAST, SLOW = Perf(100.0, 1000.0), Perf(100.0, 9000.0)
+
+
+def test_a_long_prompt_goes_to_the_faster_peer():
+    v = replace(measured(view(), b=(1, FAST)), perf=lambda model, now: SLOW)
+    assert choose(v, ask(body_bytes=40_000), NOW) == Forward("b")
+    assert choose(v, ask(body_bytes=4), NOW) == Local(SlotRef("m/0", 0))
+
+
+def test_the_estimate_of_the_prompt_follows_what_answers_told_of_the_model():
+    v = replace(measured(view(), b=(1, FAST)), perf=lambda model, now: Perf(100.0, 1400.0))
+    decided = decide(v, ask(body_bytes=4000), Terms(NOW))
+    assert decided.question.n_tokens == 1000
+    for _ in range(60):
+        v.sizes.learn("m", 8000, Usage(1000, 0, 1))
+    assert decide(v, ask(body_bytes=4000), Terms(NOW)).question.n_tokens == pytest.approx(500, abs=2)
+
+
+def test_a_turn_waits_here_for_its_own_full_node_and_at_a_peer_for_that_one():
+    held = {"a": Held(9000, "slot")}
+    v = replace(measured(view(local=0), b=(1, FAST)), perf=lambda model, now: FAST, held=lambda ask: held)
+    v.slots.put_backend("m/0", model="m", url="http://e", n_slots=1, routable=True)
+    v.slots.lease(SlotRef("m/0", 0))
+    turn = ask(session="s", body_bytes=40_000)
+    waits = choose(v, turn, NOW, budget_ms=20_000.0)
+    assert isinstance(waits, Wait) and not waits.full and waits.hold_ms == pytest.approx(9001, abs=2)
+    assert choose(v, turn, NOW, budget_ms=20_000.0, waited_ms=9002.0) == Forward("b")
+    elsewhere = replace(
+        measured(view(), b=(0, FAST)),
+        perf=lambda model, now: FAST,
+        held=lambda ask: {"b": Held(9000, "slot")},
+    )
+    assert choose(elsewhere, turn, NOW, budget_ms=20_000.0) == Forward("b", 8999)
+
+
+def test_a_pinned_host_that_does_not_serve_the_model_is_refused_with_both_names():
+    v = view(peers={"b": 1})
+    for name in ("z", "b.example"):
+        decision = choose(v, ask(pin=name), NOW)
+        assert isinstance(decision, Refuse) and decision.error is UnknownModel
+        assert repr(name) in decision.message and "'m'" in decision.message
+    assert choose(v, ask(pin="b"), NOW) == Forward("b")
+    assert choose(v, ask(pin="a"), NOW) == Local(SlotRef("m/0", 0))
+    not_here = choose(view(local=None, peers={"b": 1}), ask(pin="a"), NOW)
+    assert isinstance(not_here, Refuse) and not_here.error is UnknownModel
+
+
+def test_a_full_or_stale_pinned_host_is_waited_for():
+    assert choose(view(peers={"b": 0}), ask(pin="b"), NOW) == Wait(served=True)
+    assert choose(view(peers={"b": 1}, asked_at=NOW - 9), ask(pin="b"), NOW) == Wait(served=True)
+
+
+def test_a_pin_and_a_preference_hold_for_requests_without_need_of_a_slot_too():
+    v = view(peers={"b": 0})
+    assert choose(v, ask(needs_slot=False, pin="b"), NOW) == Forward("b")
+    assert choose(v, ask(needs_slot=False), NOW) == LocalUnslotted("m/0")
+
+
+def test_a_node_whose_requests_fail_stands_behind_the_others_until_its_back_off_is_over():
+    v = view(peers={"b": 9, "c": 1})
+    for _ in range(2):
+        v.failures.failed("a", "m", NOW)
+        v.failures.failed("b", "m", NOW)
+    assert choose(v, ask(), NOW) == Forward("c")
+    assert choose(v, ask(needs_slot=False), NOW) == Forward("c")
+    assert choose(v, ask(), NOW + 2.1) == Local(SlotRef("m/0", 0))
+
+
+def test_a_forward_that_may_wait_does_so_unless_nothing_here_serves():
+    v = view(local=1)
+    v.slots.lease(SlotRef("m/0", 0))
+    assert choose(v, ask(forwarded_by="b", wait_ms=500), NOW) == Wait(served=True)
+    down = choose(view(local=0), ask(forwarded_by="b", wait_ms=0), NOW)
+    assert isinstance(down, Refuse) and down.error is NoFreeSlot
+    v.slots.put_backend("m/0", model="m", url="http://e", n_slots=1, routable=False)
+    down = choose(v, ask(forwarded_by="b", wait_ms=500), NOW)
+    assert isinstance(down, Refuse) and down.error is NoFreeSlot
+
+
+def test_of_very_many_hosts_those_that_hold_the_prompt_and_have_room_are_compared():
+    v = view(local=1, peers={f"p{n:03}": n % 7 for n in range(200)})
+    v = replace(v, held=lambda ask: {"p000": Held(5, "slot")})
+    question = decide(v, ask(session="s"), Terms(NOW)).question
+    names = [c.node for c in question.candidates]
+    assert len(names) == CANDIDATES_MAX and names[0] == "a" and "p000" in names
+    assert all(c.free >= 5 for c in question.candidates if c.node not in ("a", "p000"))
+
+
+def test_without_performance_a_session_stays_with_its_entry_node():
+    v = replace(
+        measured(view(), b=(1, FAST)),
+        perf=lambda model, now: SLOW,
+        held=lambda ask: {"b": Held(9000, "slot")},
+        policy=Policy(performance=False),
+    )
+    assert choose(v, ask(session="s", body_bytes=40_000), NOW) == Local(SlotRef("m/0", 0))
+
+
+@given(
+    st.integers(0, 2) | st.none(),
+    st.dictionaries(st.sampled_from("bcdef"), st.tuples(st.integers(0, 2), st.booleans(), st.booleans())),
+    st.sets(st.sampled_from("abcdef")),
+    st.booleans(),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_request_goes_only_where_there_is_a_slot_or_a_peer_with_room(local, peers, exclude, sticky, draw):
+    v = view(local=local)
+    for name, (free, is_fresh, serves) in peers.items():
+        v.peers.put(name, "http://x")
+        entry = ModelCapacity("m", slots=free, backends=1, healthy_backends=int(serves), perf=FAST)
+        at = NOW if is_fresh else NOW - 5
+        v.peers.reported(name, PeerReport(CapacityReport(name, "1", (entry,)), at, at))
+    turn = ask(session="s" if sticky else None, body_bytes=9000)
+    decision = choose(v, turn, NOW, exclude, draws=(draw, draw))
+    match decision:
+        case Local(ref):
+            assert "a" not in exclude and v.slots.is_free(ref)
+        case Forward(node):
+            free, is_fresh, serves = peers[node]
+            assert node not in exclude and free > 0 and is_fresh and serves
+        case Wait():
+            assert not (local and "a" not in exclude)
+            assert not any(f and fresh and s and n not in exclude for n, (f, fresh, s) in peers.items())
+        case Refuse():
+            assert local is None and not peers

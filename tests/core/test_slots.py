@@ -76,3 +76,34 @@ def test_free_and_in_flight_never_leave_their_bounds(steps):
         assert 0 <= n_free <= n_slots
         assert n_free == max(n_slots - len(open_leases), 0)
         assert slots.in_flight("m/0") == slots.open_leases == len(open_leases)
+
+
+def test_a_model_is_served_with_or_without_backends_until_it_is_removed():
+    slots = SlotTable()
+    slots.add_model("m")
+    assert slots.serves("m") and slots.any_routable("m") is None and not list(slots.free_slots("m"))
+    slots.put_backend("m/0", model="m", url="http://e", n_slots=1, routable=True)
+    slots.remove_backend("m/0")
+    assert slots.serves("m") and not list(slots.free_slots("m"))
+    slots.remove_model("m")
+    assert not slots.serves("m")
+
+
+def test_a_lease_on_a_removed_backend_ends_and_takes_nothing_from_the_next_of_its_name():
+    slots = table(n_slots=1)
+    old = slots.lease(SlotRef("m/0", 0))
+    slots.remove_backend("m/0")
+    assert slots.any_routable("m") is None and slots.open_leases == 1
+    slots.put_backend("m/0", model="m", url="http://new", n_slots=1, routable=True)
+    new = slots.lease(SlotRef("m/0", 0))
+    assert slots.release(old) == SlotRef("m/0", 0)
+    assert slots.in_flight("m/0") == 1 and not list(slots.free_slots("m"))
+    assert slots.release(new) == SlotRef("m/0", 0) and slots.open_leases == 0
+    assert list(slots.free_slots("m")) == [SlotRef("m/0", 0)]
+
+
+def test_news_of_a_draining_backend_does_not_bring_its_removed_model_back():
+    slots = table()
+    slots.remove_model("m")
+    slots.put_backend("m/0", model="m", url="http://e", n_slots=2, routable=False)
+    assert not slots.serves("m")

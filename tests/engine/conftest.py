@@ -62,6 +62,8 @@ class Watched:
     def __init__(self, models: list[ModelSection], tmp_path: Path, rules: Rules, pace: Pace) -> None:
         self.seen: list[BackendView] = []
         self.in_flight: dict[str, int] = {}
+        self.occupied: set[str] = set()  # by a save or restore of kv_share
+        self.gone: list[tuple[str, str]] = []
         self._changed = asyncio.Event()
         self.supervisor = Supervisor(
             models,
@@ -71,6 +73,9 @@ class Watched:
             hidden_env=frozenset({"SECRET_OF_THE_MESH"}),
             in_flight=lambda backend: self.in_flight.get(backend, 0),
             on_change=self._hear,
+            occupied=self.occupied.__contains__,
+            on_gone=self._hear_gone,
+            api_keys={"A_KEY": "k3y"},
             rules=rules,
             pace=pace,
         )
@@ -78,6 +83,19 @@ class Watched:
     def _hear(self, view: BackendView) -> None:
         self.seen.append(view)
         self._changed.set()
+
+    def _hear_gone(self, backend: str, model: str) -> None:
+        self.gone.append((backend, model))
+        self._changed.set()
+
+    def apply(self, *models: ModelSection) -> None:
+        self.supervisor.apply(models, facts=HostFacts(), hidden_env=frozenset(), api_keys={"A_KEY": "k3y"})
+
+    async def until_gone(self, *backends: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while {backend for backend, _ in self.gone} < set(backends):
+                self._changed.clear()
+                await self._changed.wait()
 
     async def until(self, what: Callable[[BackendView], bool], after: int = 0) -> BackendView:
         """The first view from number `after` on for which `what` holds."""

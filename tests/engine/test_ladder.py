@@ -13,9 +13,14 @@ from viiwork.engine.events import (
     ForeignAnswered,
     GateOpened,
     HardFailure,
+    Heard,
     ProbeFailed,
     ProbeNow,
     ProbeOk,
+    ProofFailed,
+    Prove,
+    Proved,
+    Silent,
     Spawn,
     SpawnFailed,
     Stalled,
@@ -213,12 +218,73 @@ def test_hard_failure_needs_a_failed_probe_to_count() -> None:
     assert ladder.on(ProbeFailed("x"), 3.1) == [Stop(5.0)]
 
 
-def test_two_stalls_without_a_success_between_end_an_engine_at_once() -> None:
+def test_an_engine_that_lost_a_request_is_unroutable_until_it_runs_a_token() -> None:
+    ladder = healthy()
+    assert ladder.on(Stalled(), 1.0, in_flight=3) == [Prove()]
+    assert (ladder.status, ladder.phase) == ("unhealthy", "proving")
+    assert ladder.on(Stalled(), 1.0, in_flight=2) == [], "lost by the same fault"
+    ladder.on(ProbeOk(), 2.0)
+    assert ladder.status == "unhealthy", "/health outlives the thread that computes"
+    ladder.on(Proved(), 3.0)
+    assert (ladder.status, ladder.phase, ladder.reason) == ("healthy", "", "")
+
+
+def test_an_engine_that_lost_a_request_and_runs_no_token_ends_without_waiting() -> None:
     ladder = healthy()
     ladder.on(Stalled(), 1.0, in_flight=3)
+    assert ladder.on(ProofFailed("no answer"), 11.0, in_flight=3) == [Stop(5.0)]
+    assert (ladder.status, ladder.reason) == ("respawn", "it lost a request, and then: no answer")
+
+
+def test_two_lost_requests_without_a_success_between_end_an_engine_whatever_it_proved() -> None:
+    ladder = healthy()
+    ladder.on(Stalled(), 1.0)
     ladder.on(Succeeded(), 2.0)
-    assert ladder.on(Stalled(), 3.0, in_flight=3) == [ProbeNow()]
+    assert ladder.status == "healthy"
+    assert ladder.on(Stalled(), 3.0, in_flight=3) == [Prove()]
+    ladder.on(Proved(), 3.5)
     assert ladder.on(Stalled(), 4.0, in_flight=3) == [Stop(5.0)]
+
+
+def test_a_silent_engine_leaves_routing_at_once_and_comes_back_when_it_is_heard() -> None:
+    ladder = healthy()
+    assert ladder.on(Silent("no answer"), 1.0, in_flight=2) == []
+    assert (ladder.status, ladder.phase, ladder.reason) == ("unhealthy", "silent", "no answer")
+    ladder.on(ProbeFailed("no answer"), 2.0, in_flight=2)
+    ladder.on(Heard(), 3.0)
+    assert (ladder.status, ladder.phase, ladder.reason) == ("healthy", "", "")
+
+
+def test_requests_a_silent_engine_lost_are_not_held_against_it() -> None:
+    ladder = healthy()
+    ladder.on(Silent("no answer"), 1.0)
+    for _ in range(5):
+        assert ladder.on(Stalled(), 2.0) == []
+    ladder.on(Heard(), 3.0)
+    assert ladder.status == "healthy"
+
+
+def test_an_engine_silent_for_too_long_is_given_up_though_its_health_is_answered() -> None:
+    ladder = healthy()
+    ladder.on(Silent("no answer"), 1.0, in_flight=2)
+    assert ladder.on(ProbeOk(), 5.0, in_flight=2) == []
+    assert ladder.on(ProbeOk(), 10.0, in_flight=2) == []
+    assert ladder.on(ProbeOk(), 15.0, in_flight=2) == [Stop(5.0)], "what stands still is not waited for"
+
+
+def test_an_answered_load_poll_does_not_heal_a_failed_probe() -> None:
+    ladder = healthy()
+    ladder.on(ProbeFailed("500"), 1.0)
+    ladder.on(Heard(), 2.0)
+    assert ladder.status == "unhealthy"
+
+
+@pytest.mark.parametrize("event", [ProbeOk(), Exited("x"), Heard(), Stalled(), Tick(), GateOpened()])
+def test_a_draining_backend_does_nothing_more(event: Event) -> None:
+    ladder = healthy()
+    ladder.retire()
+    assert ladder.on(event, 1.0, in_flight=1) == []
+    assert (ladder.status, ladder.next_tick(1.0)) == ("draining", None)
 
 
 def test_engine_on_the_wrong_cards_is_given_up_after_its_requests() -> None:
@@ -239,7 +305,8 @@ def test_failed_warm_up_is_a_failed_start() -> None:
 
 EVENTS: list[Event] = [
     SpawnFailed("x", False), Answered(), ForeignAnswered("x"), WarmedUp(), WarmUpFailed("x"), ProbeOk(),
-    ProbeFailed("x"), HardFailure("x"), Stalled(), Succeeded(), Exited("x"), Tick(),
+    ProbeFailed("x"), HardFailure("x"), Stalled(), Succeeded(), Exited("x"), Tick(), Silent("x"), Heard(),
+    Proved(), ProofFailed("x"),
 ]  # fmt: skip
 
 

@@ -208,5 +208,5 @@ async def test_warm_up_accepts_an_engine_without_completions(serve: Serve, statu
     if fine:
         await client.warm_up(0, 5.0)
     else:
-        with pytest.raises(EngineError, match=f"warm-up of slot 0 failed: {status} m"):
+        with pytest.raises(EngineError, match=f"one token in slot 0 failed: {status} m"):
             await client.warm_up(0, 5.0)

@@ -207,22 +207,100 @@ async def test_stopped_process_that_goes_on_is_healthy_again(watch: Watch, fake_
 
 
 async def test_engine_that_answers_health_but_no_request_is_killed_and_replaced(
-    watch: Watch, fake_model: Build
+    watch: Watch, fake_model: Build, tmp_path: Path
 ) -> None:
-    watched = await watch(fake_model(mute=True, deaf=True))
+    dead = tmp_path / "dead"
+    pace = Pace(starting_probe_s=0.05, probe_s=0.1, load_poll_s=0.1, proof_s=0.5)
+    watched = await watch(fake_model(dead=str(dead), deaf=True), pace=pace)
     view = await watched.until_healthy()
+    dead.touch()
     watched.in_flight["fake/0"] = 2
     watched.supervisor.stalled("fake/0")
+    out = await watched.until(lambda view: view.status == "unhealthy")
+    assert (out.phase, out.reason) == ("proving", "it took a request and did not begin it")
+    respawn = await watched.until(lambda view: view.status == "respawn")
+    assert respawn.reason == "it lost a request, and then: /completion: no answer within 0.5 s"
+    dead.unlink()
+    assert (await watched.until_healthy(epoch=2)).pid != view.pid
+
+
+async def test_engine_that_lost_a_request_and_runs_a_token_serves_on(watch: Watch, fake_model: Build) -> None:
+    watched = await watch(fake_model())
+    await watched.until_healthy()
+    told = len(watched.seen)
+    watched.supervisor.stalled("fake/0")
+    await watched.until(lambda view: view.phase == "proving", told)
+    again = await watched.until(lambda view: view.status == "healthy", len(watched.seen))
+    assert again.epoch == 1
     watched.supervisor.stalled("fake/0")
     respawn = await watched.until(lambda view: view.status == "respawn")
     assert respawn.reason == "2 requests in a row got no answer"
-    assert (await watched.until_healthy(epoch=2)).pid != view.pid
+
+
+SLOW_PROBES = Pace(starting_probe_s=0.05, probe_s=600.0, load_poll_s=0.05, load_timeout_s=0.2)
+
+
+async def test_stopped_process_leaves_routing_at_its_first_unanswered_poll_and_comes_back_by_itself(
+    watch: Watch, fake_model: Build
+) -> None:
+    watched = await watch(fake_model(), pace=SLOW_PROBES)
+    view = await watched.until_healthy()
+    os.kill(view.pid, signal.SIGSTOP)
+    out = await watched.until(lambda view: view.status == "unhealthy")
+    assert (out.phase, out.reason) == ("silent", "/slots: no answer within 0.2 s")
+    told = len(watched.seen)
+    os.kill(view.pid, signal.SIGCONT)
+    again = await watched.until(lambda view: view.status == "healthy", told)
+    assert (again.epoch, again.phase, again.reason) == (1, "", "")
+
+
+async def test_engine_whose_main_loop_hangs_is_replaced_though_health_is_answered(
+    watch: Watch, fake_model: Build, tmp_path: Path
+) -> None:
+    hangs = tmp_path / "hangs"
+    pace = Pace(starting_probe_s=0.05, probe_s=0.1, load_poll_s=0.05, load_timeout_s=0.2)
+    watched = await watch(fake_model(hangs=str(hangs)), pace=pace)
+    await watched.until_healthy()
+    watched.in_flight["fake/0"] = 1  # which would never end
+    hangs.touch()
+    respawn = await watched.until(lambda view: view.status == "respawn")
+    assert respawn.reason == "3 probes failed: /health is answered and /slots is not"
+    hangs.unlink()
+    await watched.until_healthy(epoch=2)
+
+
+async def test_engine_that_kv_share_lets_save_may_be_silent(
+    watch: Watch, fake_model: Build, tmp_path: Path
+) -> None:
+    hangs = tmp_path / "hangs"
+    pace = Pace(starting_probe_s=0.05, probe_s=0.1, load_poll_s=0.05, load_timeout_s=0.1)
+    watched = await watch(fake_model(hangs=str(hangs)), pace=pace)
+    await watched.until_healthy()
+    watched.occupied.add("fake/0")
+    hangs.touch()
+    await watched.until(lambda view: view.busy is None)  # several polls went unanswered
+    assert {view.status for view in watched.seen[3:]} == {"healthy"}
+    watched.occupied.clear()
+    await watched.until(lambda view: view.phase == "silent")
+    hangs.unlink()
+
+
+async def test_engine_that_works_may_be_silent(watch: Watch, fake_model: Build, monkeypatch) -> None:
+    used = iter(range(10**6))
+    monkeypatch.setattr("viiwork.engine.backend.cpu_seconds", lambda pid: float(next(used)))
+    watched = await watch(fake_model(), pace=SLOW_PROBES)
+    view = await watched.until_healthy()
+    told = len(watched.seen)
+    os.kill(view.pid, signal.SIGSTOP)
+    await watched.until(lambda view: view.busy is None, told)
+    assert {view.status for view in watched.seen[told:]} == {"healthy"}
+    os.kill(view.pid, signal.SIGCONT)
 
 
 async def test_success_between_two_stalls_keeps_an_engine(watch: Watch, fake_model: Build) -> None:
     watched = await watch(fake_model())
     view = await watched.until_healthy()
-    for tell in ("stalled", "succeeded", "succeeded", "stalled"):
+    for tell in ("stalled", "succeeded", "succeeded", "stalled", "succeeded"):
         getattr(watched.supervisor, tell)("fake/0")
     os.kill(view.pid, signal.SIGKILL)
     respawn = await watched.until(lambda view: view.status == "respawn")

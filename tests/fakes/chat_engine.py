@@ -2,12 +2,14 @@
 
 `hold_s` in the body delays the answer, `max_tokens` chunks of a stream come 10 ms apart. `GET /seen` lists
 the chats that came in. With CHAT_ENGINE_LIES=1 it reports its busy slots up to two seconds late, and at times
-more of them than it has. A question named in CHAT_ENGINE_LOSES is taken and never begun.
+more of them than it has. A question named in CHAT_ENGINE_LOSES is taken and never begun. While the file of
+CHAT_ENGINE_DEAD is there no token is computed, though all else is answered; SIGTERM is ignored.
 """
 
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -21,6 +23,7 @@ def argument(name: str, default: str = "") -> str:
 
 N_SLOTS = int(argument("--parallel", "1"))
 N_CTX = int(argument("--ctx-size", "0")) // N_SLOTS
+DEAD = os.environ.get("CHAT_ENGINE_DEAD", "")
 LIES = os.environ.get("CHAT_ENGINE_LIES") == "1"
 
 
@@ -55,6 +58,7 @@ class Engine:
 
     async def completion(self, request: web.Request) -> web.Response:
         body = await request.json()
+        await alive()
         return web.json_response({"content": "x", "id_slot": body.get("id_slot", 0)})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -63,6 +67,7 @@ class Engine:
         self.seen.append(body["messages"][-1]["content"])
         if self.seen[-1] == os.environ.get("CHAT_ENGINE_LOSES"):
             await asyncio.Event().wait()
+        await alive()
         if slot in self.busy:
             return web.json_response({"error": {"message": f"slot {slot} runs two requests"}}, status=500)
         self.busy.add(slot)
@@ -92,6 +97,11 @@ class Engine:
         return answer
 
 
+async def alive() -> None:
+    while DEAD and os.path.exists(DEAD):
+        await asyncio.sleep(0.02)
+
+
 def main() -> None:
     if "--help" in sys.argv:
         print("a chat engine for tests")
@@ -103,8 +113,11 @@ def main() -> None:
     app.router.add_get("/seen", lambda request: _json(engine.seen))
     app.router.add_post("/completion", engine.completion)
     app.router.add_post("/v1/chat/completions", engine.chat)
+    if DEAD:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     web.run_app(
         app,
+        handle_signals=not DEAD,
         host="127.0.0.1",
         port=int(argument("--port")),
         print=None,

@@ -14,6 +14,8 @@ deaf        ignore SIGTERM
 child       a file; start a child in the own group and write its pid there
 foreign     a file; let a stranger (own session, pid in the file) take the port, and sit idle
 mute        never answer a completion of more than one token
+dead        a file; while it is there no completion is answered
+hangs       a file; while it is there /slots is not answered
 slots       report so many slots, whatever --parallel says
 dies        a path; GET of it ends the process
 """
@@ -74,6 +76,7 @@ class Engine(BaseHTTPRequestHandler):
         elif self.path == "/health":
             self.answer(200, {"status": "ok"})
         elif self.path == "/slots":
+            wait_while(self.faults.get("hangs"))
             size = int(argument("--ctx-size", "0")) // int(argument("--parallel", "1"))
             self.answer(200, [self.slot(number, size) for number in range(self.n_slots)])
         else:
@@ -84,6 +87,7 @@ class Engine(BaseHTTPRequestHandler):
         if self.path == "/completion":
             if self.faults.get("mute") and body.get("n_predict") != 1:
                 threading.Event().wait()
+            wait_while(self.faults.get("dead"))
             Engine.held[body.get("id_slot", 0)] = 1
             self.answer(200, {"content": "x", "id_slot": body.get("id_slot", 0)})
         elif self.path.startswith("/slots/"):
@@ -106,6 +110,11 @@ class Engine(BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
+
+
+def wait_while(path: str | None) -> None:
+    while path and os.path.exists(path):
+        time.sleep(0.02)
 
 
 def misbehave(faults: dict, port: int) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from viiwork.api.app import ApiServer
+from viiwork.api.ports import Origins
+from viiwork.api.routes import AnyRoute
 from viiwork.core.turn import Ask, Grant, Outcome
-from viiwork.errors import AllRoutesRefused, Unauthorized, UnknownModel
+from viiwork.errors import AliasUnserved, AllRoutesRefused, Unauthorized, UnknownModel
 
 
 @dataclass
@@ -94,6 +96,13 @@ class FakeOrigins:
             raise Unauthorized("the forward is not proven")
         return headers["X-Viiwork-Forwarded"]
 
+    def control(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str:
+        if headers.get("X-Viiwork-Auth") != f"{self.word} {method} {path_qs} {len(body)}":
+            raise Unauthorized("the change is not proven")
+        return "the operator"
+
     def forward_headers(self, method: str, path_qs: str, body: bytes) -> dict[str, str]:
         return {
             "X-Viiwork-Forwarded": self.name,
@@ -109,6 +118,7 @@ class FakeFacts:
     name: str = "a"
     names: tuple[str, ...] = ("m",)
     fault: Exception | None = None
+    aliases: dict[str, str] = field(default_factory=dict)  # to a model, or to "" when nobody serves it
 
     def health(self) -> tuple[int, dict[str, Any]]:
         if self.fault is not None:
@@ -126,6 +136,11 @@ class FakeFacts:
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
         return {"view": self.name, "models": [], "asked": model}
+
+    def model_for(self, name: str) -> str | None:
+        if self.aliases.get(name) == "":
+            raise AliasUnserved(f"no node serves {name!r}")
+        return self.aliases.get(name)
 
     def status(self) -> dict[str, Any]:
         return {"node": self.name}
@@ -170,11 +185,13 @@ async def serving(
     *,
     facts: FakeFacts | None = None,
     channels: FakeChannels | None = None,
+    routes: Iterable[AnyRoute] = (),
+    origins: Origins | None = None,
     **limits: Any,
 ) -> AsyncIterator[Api]:
     """The real API server over a fake node; at the end every grant must have come back once."""
     facts = facts or FakeFacts()
-    server = ApiServer(dispatcher, FakeOrigins(facts.name), facts, channels, **limits)
+    server = ApiServer(dispatcher, origins or FakeOrigins(facts.name), facts, channels, routes, **limits)
     _, port = await server.listen("127.0.0.1", 0)
     try:
         yield Api(server, port, dispatcher)

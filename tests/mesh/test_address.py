@@ -17,7 +17,7 @@ from viiwork.host.network import (
     usable_address,
 )
 from viiwork.mesh.address import OwnAddress, own_address
-from viiwork.mesh.tailscale import parse_status
+from viiwork.mesh.tailscale import parse_status, tailnet_suffix
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 docker0\t000011AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0
@@ -194,3 +194,13 @@ def _jump(clock):
         clock.now += 1000.0
 
     return sleep
+
+
+async def test_the_tailnets_suffix_is_read_and_its_absence_is_no_fault(tailscaled, tmp_path):
+    path = tailscaled["mesh"].tailnet.socket
+    tailscaled["body"] = json.dumps({**RUNNING, "MagicDNSSuffix": "tail1.ts.net"})
+    assert await tailnet_suffix(path) == "tail1.ts.net"
+    for body in (json.dumps(RUNNING), "{", '{"MagicDNSSuffix":5}', "[" * 10_000):
+        tailscaled["body"] = body
+        assert await tailnet_suffix(path) is None
+    assert await tailnet_suffix(str(tmp_path / "none.sock")) is None

@@ -73,18 +73,25 @@ class NodeProcess:
     def log(self) -> str:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
-    def start(self) -> None:
+    def write_config(self) -> Path:
+        """The file the node reads, as its fields are now; put in place by a rename."""
         config = self.folder / f"{self.name}.yaml"
+        new = self.folder / f"{self.name}.yaml.new"
         seeds = "".join(f'"{seed}", ' for seed in self.seeds)
         is_open = "" if "VIIWORK_MESH_SECRET" in self.env else "open: true, "
         advertise = self.host if self.advertise is None else self.advertise
-        config.write_text(
+        new.write_text(
             f"node: {{name: {self.name}, state_dir: {self.folder / self.name}}}\n"
             f"api: {{host: {self.host if advertise else '0.0.0.0'}, port: {self.api_port}}}\n"
             f"mesh: {{network: lan, advertise: '{advertise}', bind_port: {self.mesh_port}, {is_open}"
             f"seeds: [{seeds}], rejoin_interval: 1s}}\n"
             f"{self.extra}\n" + (f"models:\n{self.models}" if self.models else "models: []\n")
         )
+        new.rename(config)
+        return config
+
+    def start(self) -> None:
+        config = self.write_config()
         inside = ["ip", "netns", "exec", self.netns] if self.netns else []
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -103,6 +110,15 @@ class NodeProcess:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
+
+    def reload(self) -> None:
+        self.write_config()
+        self.kill(signal.SIGHUP)
+
+    async def until_logged(self, text: str, times: int = 1) -> None:
+        async with asyncio.timeout(READY_S):
+            while self.log.count(text) < times:
+                await asyncio.sleep(0.02)
 
     def end(self) -> int:
         """SIGTERM, SIGKILL after 20 s; the exit code."""

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import cast
 
 from aiohttp import web
 
 from viiwork.api.admin import Admin
+from viiwork.api.guard import ORIGIN, ControlGuard, PageGuard
 from viiwork.api.inference import Inference
-from viiwork.api.ports import Channels, Dispatcher, Facts, Origins
+from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins
 from viiwork.api.routes import POST, AnyRoute, ControlRoute, Route, RouteTable
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import Upgrade
 from viiwork.api.upstream import Upstreams
-from viiwork.errors import Forbidden, MethodNotAllowed, ViiworkError
+from viiwork.errors import MethodNotAllowed, ViiworkError
 from viiwork.limits import BODIES_MAX_BYTES, BODY_MAX_BYTES, BODY_SILENCE_S, HEADER_READ_S, IDLE_S
 from viiwork.wire.channel import CHANNEL_PATH
 from viiwork.wire.openai import INFERENCE_PATHS
@@ -39,6 +40,8 @@ class ApiServer:
         channels: Channels | None = None,
         routes: Iterable[AnyRoute] = (),
         *,
+        external: Callable[[str], External | None] = lambda backend: None,
+        allows_origin: Callable[[str], bool] = lambda origin: False,
         upstreams: Upstreams | None = None,
         body_max_bytes: int = BODY_MAX_BYTES,
         bodies_max_bytes: int = BODIES_MAX_BYTES,
@@ -52,11 +55,15 @@ class ApiServer:
             origins,
             facts.name,
             self._upstreams,
+            facts.model_for,
+            external=external,
             body_max_bytes=body_max_bytes,
             bodies_max_bytes=bodies_max_bytes,
             body_silence_s=body_silence_s,
         )
         self._admin = Admin(facts)
+        self._pages = PageGuard(allows_origin)
+        self._controls = ControlGuard(origins)
         self._routes = RouteTable([*self._own_routes(channels), *routes])
         self._timeouts = {"header_read_s": header_read_s, "idle_s": idle_s}
         self._server: ClientServer | None = None
@@ -109,9 +116,11 @@ class ApiServer:
         self._n_running += 1
         self._idle.clear()
         try:
+            if ORIGIN in request.headers and (answer := self._pages.judge(request)) is not None:
+                return answer
             path, route = self._routes.find(request.method, request.raw_path)
             if isinstance(route, ControlRoute):
-                return await self._control(request, path, route)
+                return await route.handler(request, path, await self._controls.admit(request))
             return await route.handler(request, path)
         except MethodNotAllowed as error:
             answer = error_answer(error, headers={"Allow": ", ".join(error.allow)})
@@ -129,6 +138,3 @@ class ApiServer:
         if not request.content.is_eof() or cast(ClientConnection, request.protocol).broken:
             answer.force_close()  # the rest of the body is not worth reading
         return answer
-
-    async def _control(self, request: web.BaseRequest, path: str, route: ControlRoute) -> web.StreamResponse:
-        raise Forbidden(f"{path} is closed")

@@ -28,6 +28,7 @@ class Address(NamedTuple):
     host: str
     port: int
     source_ip: str = ""
+    tls: bool = False  # only to external servers
 
 
 class Connection(asyncio.Protocol):

@@ -8,16 +8,18 @@ import math
 import random
 import re
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn, cast
 
 from aiohttp import web
 from aiohttp.http_writer import HttpVersion11
+from msgspec.structs import replace
 from yarl import URL
 
 from viiwork.api.connection import Address, Connection
 from viiwork.api.headers import header, request_head, safe_value
-from viiwork.api.ports import Dispatcher, Origins
+from viiwork.api.ports import Dispatcher, External, Origins
 from viiwork.api.relay import Passed, cut, relay
 from viiwork.api.server import ClientConnection, Sent
 from viiwork.api.upstream import Upstreams
@@ -44,12 +46,21 @@ from viiwork.limits import (
     REFUSAL_DRAIN_S,
     ROUTE_ATTEMPTS_MAX,
 )
-from viiwork.wire.openai import ENGINE_CHOOSES, Peek, peek, pin
+from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
+from viiwork.wire.placement import (
+    ANYWHERE,
+    PREFER_HEADER,
+    QUEUED_HEADER,
+    WAIT_HEADER,
+    placement,
+    wait_ms,
+)
 
 log = logging.getLogger("viiwork.api")
 
 _ID = re.compile("[0-9a-f]{16}")
 REQUEST_HEADER = "X-Viiwork-Request"
+_QUEUED = QUEUED_HEADER.lower().encode()
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
 _PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
@@ -74,7 +85,9 @@ class Inference:
         origins: Origins,
         node: str,
         upstreams: Upstreams,
+        model_for: Callable[[str], str | None],
         *,
+        external: Callable[[str], External | None] = lambda backend: None,
         body_max_bytes: int = BODY_MAX_BYTES,
         bodies_max_bytes: int = BODIES_MAX_BYTES,
         body_silence_s: float = BODY_SILENCE_S,
@@ -83,6 +96,8 @@ class Inference:
         self._origins = origins
         self._node = node
         self._upstreams = upstreams
+        self._model_for = model_for
+        self._external = external
         self._body_max_bytes = body_max_bytes
         self._bodies_max_bytes = bodies_max_bytes
         self._body_silence_s = body_silence_s
@@ -160,15 +175,25 @@ class Inference:
             request.method, request.raw_path, headers, body, request.remote or ""
         )
         wanted = peek(path, headers, body)
+        alias: str | None = None
+        # Once, where the client came in: a peer gets the model's own name.
+        if entry is None and (model := self._model_for(wanted.model)) is not None:
+            alias, body, wanted = wanted.model, name_model(body, model), replace(wanted, model=model)
+        # A forward has been placed by its entry node, which tells how long it may wait here.
+        place = ANYWHERE if entry else placement(path_qs[len(path) + 1 :], headers.getall(PREFER_HEADER, ()))
         ask = Ask(
             request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
             session=wanted.session,
+            pin=place.pin,
+            prefer=place.prefer,
             kv_share=wanted.kv_share,
             needs_slot=wanted.needs_slot,
             pinnable=wanted.pinnable,
             body_bytes=len(body),
+            alias=alias,
             forwarded_by=entry,
+            wait_ms=wait_ms(headers.get(WAIT_HEADER, "")) if entry else 0,
         )
         exclude: list[str] = []
         failure: _RouteFailed | None = None
@@ -207,6 +232,8 @@ class Inference:
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
+            if grant.is_forward:
+                grant.queued_s += wait_ms(header(answer.head.headers, _QUEUED).decode("latin-1")) / 1000
             path = path_qs.partition("?")[0]
             await relay(request, answer, self._said(grant), path, passed, peer=grant.is_forward)
             return Sent(passed.keep_alive)
@@ -241,6 +268,7 @@ class Inference:
                 result=passed.result,
                 status=status,
                 ttft_s=None if first is None else first - started,
+                streamed=passed.streamed,
                 duration_s=time.monotonic() - started,
                 usage=passed.usage,
                 detail=passed.detail,
@@ -254,18 +282,28 @@ class Inference:
     async def _send(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
     ) -> Connection:
-        address, host = _place(grant.url)
+        address, host, prefix = _place(grant.url)
+        raw = request.raw_headers
         proof: dict[str, str] = {}
         if grant.is_forward:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
             proof[REQUEST_HEADER] = grant.ask.request_id
+            if grant.wait_ms:
+                proof[WAIT_HEADER] = str(grant.wait_ms)
+        elif (external := self._external(grant.backend)) is not None:
+            path_qs = prefix + path_qs
+            if external.model:
+                body = name_model(body, external.model)
+            if external.api_key:
+                raw = tuple(pair for pair in raw if pair[0].lower() != b"authorization")
+                proof = {"Authorization": f"Bearer {external.api_key}"}
         elif wanted.pinnable and grant.slot is not None:
             body = pin(body, grant.slot)
         elif wanted.names_slot and wanted.needs_slot:
             body = pin(body, ENGINE_CHOOSES)  # a client must not reach into another session's slot
         head = request_head(
-            request.raw_headers,
+            raw,
             method="POST",
             path_qs=path_qs,
             host=host,
@@ -295,13 +333,15 @@ class Inference:
             f"X-Viiwork-Model: {safe_value(ask.model)}\r\n"
             f"{REQUEST_HEADER}: {ask.request_id}\r\n"
         ]
+        if ask.alias is not None:
+            lines.append(f"X-Viiwork-Alias: {safe_value(ask.alias)}\r\n")
         if grant.backend:
             lines.append(f"X-Gpu-Backend: {safe_value(grant.backend)}\r\n")
         entry = self._node if grant.is_forward else ask.forwarded_by
         if entry:
             lines.append(f"X-Viiwork-Origin: {safe_value(entry)}\r\n")
         if grant.queued_s > 0:
-            lines.append(f"X-Viiwork-Queued-Ms: {math.ceil(grant.queued_s * 1000)}\r\n")
+            lines.append(f"{QUEUED_HEADER}: {math.ceil(grant.queued_s * 1000)}\r\n")
         return ["".join(lines).encode()]
 
 
@@ -371,10 +411,11 @@ def _told(error: ViiworkError, failure: _RouteFailed | None) -> ViiworkError:
 
 
 @lru_cache(maxsize=512)
-def _place(url: str) -> tuple[Address, str]:
-    """Socket address and `Host` of a base URL."""
+def _place(url: str) -> tuple[Address, str, str]:
+    """Socket address, `Host` and path of a base URL."""
     parsed = URL(url)
     host, port = parsed.host, parsed.port
     if host is None or port is None:
         raise UpstreamUnreachable(f"{url} is no address")
-    return Address(host, port), parsed.authority
+    tls = parsed.scheme == "https"
+    return Address(host, port, tls=tls), parsed.authority, parsed.raw_path.rstrip("/")

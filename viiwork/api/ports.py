@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from viiwork.core.turn import Ask, Grant, Outcome
@@ -34,6 +34,12 @@ class Origins(Protocol):
 
         Raises `Unauthorized` when the mesh is secured and a forward's proof is wrong.
         """
+        ...
+
+    def control(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str:
+        """Who makes a control write, for the log. Raises `Unauthorized` or `Forbidden`."""
         ...
 
     @property
@@ -67,7 +73,39 @@ class Facts(Protocol):
         """Body of `/v1/fleet/capacity`."""
         ...
 
+    def model_for(self, name: str) -> str | None:
+        """The model an alias stands for now, None when `name` is no alias or a model bears it too.
+
+        Raises `AliasUnserved` when nobody serves any model it may stand for.
+        """
+        ...
+
     def status(self) -> dict[str, Any]: ...
+
+
+class Parking(Protocol):
+    """Which models of this node are parked."""
+
+    def park(self, names: Sequence[str] | None, parked: bool) -> dict[str, Any]:
+        """Park models, None = all, or start them again; the answer is JSON-ready.
+
+        Raises `RequestError` for a name that is not configured here, and then changes nothing.
+        """
+        ...
+
+
+class External(Protocol):
+    """What a request to a server that somebody else runs needs beside its address."""
+
+    @property
+    def model(self) -> str:
+        """What the server calls the model, "" = as the client does."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Goes to that server and nowhere else; "" = none."""
+        ...
 
 
 class Channels(Protocol):
@@ -85,4 +123,31 @@ class Channels(Protocol):
 
     def take(self, admitted: Any, sock: socket.socket) -> None:
         """Own the raw socket from now on."""
+        ...
+
+
+class AliasTable(Protocol):
+    """The mesh's names for models. Names are not checked before they come here."""
+
+    def listing(self) -> list[dict[str, Any]]:
+        """The aliases and what each stands for now, by name."""
+        ...
+
+    def table_json(self) -> bytes:
+        """The whole table with histories and removals."""
+        ...
+
+    async def put(self, name: str, target: str, fallbacks: list[str], force: bool) -> dict[str, Any]:
+        """Make or change an alias; answers with the write as members hear of it.
+
+        Raises `AliasConflict`, `AliasNotSaved`.
+        """
+        ...
+
+    async def delete(self, name: str) -> dict[str, Any]:
+        """Remove an alias. Raises `UnknownAlias`, `AliasNotSaved`."""
+        ...
+
+    async def revert(self, name: str) -> dict[str, Any]:
+        """Set an alias to what it was before. Raises `UnknownAlias`, `AliasConflict`, `AliasNotSaved`."""
         ...

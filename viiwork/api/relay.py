@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -15,6 +16,7 @@ from aiohttp.http_writer import HttpVersion11
 
 from viiwork.api.connection import Connection
 from viiwork.api.headers import answer_headers, header
+from viiwork.api.server import ClientRequest
 from viiwork.core.turn import Result, Usage
 from viiwork.limits import ANSWER_TAIL_BYTES, WRITE_STALL_S
 from viiwork.wire.openai import error_body
@@ -32,6 +34,7 @@ class Passed:
     result: Result = "broken"
     first_byte_sent: bool = False
     first_content_at: float | None = None
+    streamed: bool = False
     usage: Usage | None = None
     detail: str = ""
     keep_alive: bool = False
@@ -61,12 +64,14 @@ async def relay(
         lines.append(b"Transfer-Encoding: chunked\r\n")
     elif has_body and length:
         lines.append(b"Content-Length: %b\r\n" % length)
+    for name, value in cast(ClientRequest, request).cross_origin:
+        lines.append(f"{name}: {value}\r\n".encode())
     if not keep_alive:
         lines.append(b"Connection: close\r\n")
     elif not http11:
         lines.append(b"Connection: keep-alive\r\n")
     lines.append(b"\r\n")
-    streamed = header(raw, b"content-type").lower().startswith(b"text/event-stream")
+    streamed = passed.streamed = header(raw, b"content-type").lower().startswith(b"text/event-stream")
     writer = _Writer(request, b"".join(lines), chunked, passed)
     watch: StreamScanner | _BodyWatch = StreamScanner() if streamed else _BodyWatch()
     whole = False

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
-from aiohttp.http_writer import StreamWriter
+from aiohttp.http_writer import HttpVersion10, HttpVersion11, StreamWriter
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import ERROR, PayloadAccessError, RequestHandler, _ErrInfo
 
@@ -31,6 +31,7 @@ from viiwork.wire.openai import error_body
 
 log = logging.getLogger("viiwork.api")
 
+_VERSIONS = (HttpVersion11, HttpVersion10)
 _BODY_GONE = PayloadAccessError()
 READ_BYTES = 256 * KIB  # of a body are read ahead, at most twice this
 
@@ -42,6 +43,7 @@ class ClientRequest(web.BaseRequest):
 
     __slots__ = (
         "content",
+        "cross_origin",
         "headers",
         "keep_alive",
         "method",
@@ -61,12 +63,17 @@ class ClientRequest(web.BaseRequest):
     ) -> None:
         super().__init__(message, payload, protocol, writer, task, loop)
         self.content = payload
+        self.cross_origin: tuple[tuple[str, str], ...] = ()  # header lines for the page behind an `Origin`
         self.headers = message.headers
         self.keep_alive = not message.should_close
         self.method = message.method
         self.raw_headers = message.raw_headers
         self.raw_path = message.path
         self.version = message.version
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        for name, value in self.cross_origin:
+            response.headers.add(name, value)
 
 
 class ClientConnection(RequestHandler):
@@ -120,15 +127,8 @@ class ClientConnection(RequestHandler):
         if self._messages:
             if self._header_timer is not None:
                 self._stop_header_timer()
-            request = self._current_request
-            if (
-                isinstance(self._messages[-1][0], _ErrInfo)
-                and request is not None
-                and not request.content.is_eof()
-            ):
-                # The parser leaves a half-read body to wait for ever.
-                self.broken = True
-                request.content.feed_eof()
+            if isinstance(self._messages[-1][0], _ErrInfo):
+                self._end_half_read_body()  # which the parser leaves to wait for ever
 
     async def start(self) -> None:
         """Answer one request after the other.
@@ -154,6 +154,9 @@ class ClientConnection(RequestHandler):
             if self._buffer_paused and not self._messages:
                 self._resume_reading_if_drained()
             answering = handler
+            if not isinstance(message, _ErrInfo) and message.version not in _VERSIONS:
+                # The parser lets 0.9 and 2.0 through, and their answers would be as odd.
+                message = _ErrInfo(400, RequestError(), "only HTTP/1.1 and HTTP/1.0 are spoken here")
             if isinstance(message, _ErrInfo):
                 answering, message = self._make_error_handler(message), ERROR
             request = make_request(message, payload, self, StreamWriter(self, self._loop), task)
@@ -237,10 +240,24 @@ class ClientConnection(RequestHandler):
         would hold a slot. Only what is answered at once is still answered.
         """
         self.half_closed = True
+        self._end_half_read_body()
         if self.needed or self.idle:
             return None
         self.close()
         return True
+
+    def _end_half_read_body(self) -> None:
+        """The rest of the body that is being read will not come."""
+        request = self._current_request
+        if request is not None:
+            content = request.content
+        elif self._messages and not isinstance(self._messages[0][0], _ErrInfo):
+            content = self._messages[0][1]  # its handler has not begun
+        else:
+            return
+        if not content.is_eof():
+            self.broken = True
+            content.feed_eof()
 
     @property
     def idle(self) -> bool:

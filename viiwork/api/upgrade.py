@@ -9,10 +9,10 @@ from typing import cast
 
 from aiohttp import web
 
-from viiwork.api.inference import check_declared, expects_continue
 from viiwork.api.ports import Channels
 from viiwork.api.server import Sent
-from viiwork.errors import BodyTimeout, RequestError
+from viiwork.api.small_body import read_small
+from viiwork.errors import RequestError
 from viiwork.limits import CHANNEL_OFFER_MAX_BYTES, CHANNEL_OFFER_S
 from viiwork.wire.channel import PROTOCOL
 
@@ -30,7 +30,7 @@ class Upgrade:
         """
         if request.headers.get("Upgrade", "").lower() != PROTOCOL:
             raise RequestError(f"this path speaks only `Upgrade: {PROTOCOL}`")
-        body = await _offer(request)
+        body = await read_small(request, CHANNEL_OFFER_MAX_BYTES, CHANNEL_OFFER_S)
         admitted = self._channels.check("POST", request.raw_path, request.headers, body, request.remote or "")
         head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
         for name, value in self._channels.answer_headers(admitted).items():
@@ -51,19 +51,3 @@ class Upgrade:
         finally:
             transport.abort()  # closes only our descriptor; the duplicate keeps the connection
         return Sent(keep_alive=False)
-
-
-async def _offer(request: web.BaseRequest) -> bytes:
-    check_declared(request, CHANNEL_OFFER_MAX_BYTES)
-    if expects_continue(request):
-        cast(asyncio.Transport, request.transport).write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    body = b""
-    try:
-        async with asyncio.timeout(CHANNEL_OFFER_S):
-            while not request.content.at_eof():
-                body += await request.content.readany()
-                if len(body) > CHANNEL_OFFER_MAX_BYTES:
-                    raise RequestError("the offer is too long")
-    except TimeoutError:
-        raise BodyTimeout("the offer did not come") from None
-    return body

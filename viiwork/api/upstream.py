@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 
 from viiwork.api.connection import Address, Connection
 from viiwork.errors import UpstreamError, UpstreamUnreachable
@@ -20,6 +21,7 @@ class Upstreams:
         self._n_idle = 0
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
+        self._tls: ssl.SSLContext | None = None
 
     async def exchange(self, address: Address, head: bytes, body: bytes) -> Connection:
         """Send one request and wait, without limit, for the head of its answer.
@@ -90,14 +92,24 @@ class Upstreams:
                     address.host,
                     address.port,
                     local_addr=(address.source_ip, 0) if address.source_ip else None,
+                    ssl=self._tls_context() if address.tls else None,
                 )
         except TimeoutError:
             raise UpstreamUnreachable(f"{_text(address)} does not answer") from None
+        except ssl.SSLCertVerificationError as error:
+            raise UpstreamUnreachable(f"{_text(address)}: its certificate: {error.verify_message}") from error
         except OSError as error:
             raise UpstreamUnreachable(f"{_text(address)}: {error.strerror or error}") from error
         if not address.host.startswith("127."):
             _notice_dead_peer(transport)
         return connection
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = (
+                ssl.create_default_context()
+            )  # reads the system's certificates: some milliseconds, once
+        return self._tls
 
     def _take(self, address: Address, now: float) -> Connection | None:
         connections = self._idle.get(address)
@@ -137,7 +149,7 @@ class Upstreams:
 
 
 def _text(address: Address) -> str:
-    host, port, _ = address
+    host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -156,6 +156,7 @@ class _Teller:
             description = f"{what}: {read:,} of {total:,} tokens read"
             self.progress.update(task, completed=read, total=total, description=description)
 
+        headers = headers | {"X-Viiwork-Prefer": node.name}  # the story says where a session moves
         turn = await run_turn(
             self.http, node.api, model, messages, headers=headers, max_tokens=24, on_progress=prefilling
         )

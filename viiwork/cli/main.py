@@ -7,16 +7,18 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from viiwork.cli import check, demo, serve
+from viiwork.cli import alias, check, demo, down, replay, serve
+from viiwork.config.fault import printable
 from viiwork.errors import UsageError, ViiworkError
+from viiwork.mesh.notices import one_line
 from viiwork.version import VERSION
 
-COMMANDS = (serve, check, demo)
+COMMANDS = (serve, check, down, alias, replay, demo)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see '{self.prog} --help')")
+        raise UsageError(f"{one_line(message)} (see '{self.prog} --help')")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
         return int(args.run(args))
     except ViiworkError as error:
-        print(f"viiwork: {error}", file=sys.stderr)
+        print(f"viiwork: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

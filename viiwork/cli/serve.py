@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 from pathlib import Path
 
 import uvloop
@@ -31,6 +32,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
+    # Held until the node listens to it: its default action would end the process in the middle of its start.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     # Only `serve` needs the whole node; the other commands stay light.
     from viiwork.node.node import Node
 

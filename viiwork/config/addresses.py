@@ -1,11 +1,13 @@
-"""Addresses as the config writes them: IP literals, `ip:port` seeds, direct links."""
+"""Addresses as the config writes them: IP literals, `ip:port` seeds, direct links, servers."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from urllib.parse import urlsplit
 
 from viiwork.config.fault import Fault, shown
+from viiwork.limits import URL_MAX_CHARS
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -74,3 +76,21 @@ def network(path: str, text: str) -> None:
 
 def in_open_ranges(address: IpAddress) -> bool:
     return any(address.version == n.version and address in n for n in _OPEN_RANGES)
+
+
+def http_url(path: str, text: str) -> None:
+    """Base address of a server: scheme, host, perhaps port and path. One with a login is not echoed."""
+    expected = "an address as http://host:port or https://host:port"
+    if len(text) > URL_MAX_CHARS:
+        raise Fault(path, f"{expected}, at most {URL_MAX_CHARS} characters", f"{len(text)} characters")
+    if "@" in text:
+        raise Fault(path, f"{expected} without a login (models[].api_key_env names a key)", "one with an @")
+    if not text.isascii() or not text.isprintable() or any(c in text for c in ' "<>\\^`{|}'):
+        raise Fault(path, expected, shown(text))
+    try:
+        url = urlsplit(text)
+        usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # a port that is none, a bracket that is not closed
+        usable = False
+    if not usable or url.query or url.fragment or text.endswith(("?", "#")):
+        raise Fault(path, expected, shown(text))

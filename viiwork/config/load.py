@@ -6,15 +6,15 @@ import os
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from viiwork.config.convert import convert
+from viiwork.config.convert import Converted, convert
 from viiwork.config.document import parse_document
 from viiwork.config.fault import Fault, printable
 from viiwork.config.model import Config
 from viiwork.config.rules import check_rules
-from viiwork.config.secrets import MeshSecrets, read_secrets, refuse_in_file
+from viiwork.config.secrets import MeshSecrets, read_api_keys, read_secrets, refuse_in_file
 from viiwork.errors import ConfigError
 from viiwork.limits import CONFIG_FILE_MAX_BYTES
 
@@ -24,6 +24,8 @@ class LoadedConfig:
     config: Config
     secrets: MeshSecrets
     warnings: tuple[str, ...]  # one line each: legal, but rarely meant
+    file: str  # where it was read
+    api_keys: Mapping[str, str] = field(repr=False)  # of external servers, by environment variable
 
 
 def default_config_path(platform: str = sys.platform) -> Path:
@@ -37,20 +39,34 @@ def load_config(path: Path, env: Mapping[str, str]) -> LoadedConfig:
     return parse_config(_read(path), str(path), env)
 
 
+def load_without_secrets(path: Path) -> Config:
+    """The config alone, for commands that only ask for the node's address and the name of its secret."""
+    return _checked(_read(path), str(path))[0].config
+
+
 def parse_config(data: bytes, file: str, env: Mapping[str, str]) -> LoadedConfig:
     """As `load_config`, of bytes that were read already; `file` is what errors call them."""
+    converted, warnings = _checked(data, file)
+    config = converted.config
+    try:
+        secrets = read_secrets(config.mesh, env)
+        api_keys = read_api_keys(config.models, env)
+        refuse_in_file(config, env, data)
+    except Fault as fault:
+        raise _said(file, fault.line or converted.line_of(fault.path), fault) from None
+    return LoadedConfig(config, secrets, tuple(warnings), file, api_keys)
+
+
+def _checked(data: bytes, file: str) -> tuple[Converted, list[str]]:
+    """The typed config with the lines of its keys, and warnings."""
     try:
         converted = convert(parse_document(data))
     except Fault as fault:
         raise _said(file, fault.line, fault) from None
-    config = converted.config
     try:
-        warnings = check_rules(config)
-        secrets = read_secrets(config.mesh, env)
-        refuse_in_file(config.mesh, env, data)
+        return converted, check_rules(converted.config)
     except Fault as fault:
         raise _said(file, fault.line or converted.line_of(fault.path), fault) from None
-    return LoadedConfig(config, secrets, tuple(warnings))
 
 
 def _said(file: str, line: int, fault: Fault) -> ConfigError:

@@ -30,9 +30,15 @@ class NodeSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     state_dir: str = "/var/lib/viiwork"
 
 
+class CorsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    allow_origins: tuple[str, ...] | None = None  # None = this machine and the own tailnet
+    allow_tailnet_ips: bool = True  # without a list
+
+
 class ApiSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"
     port: int = 8086
+    cors: CorsSection = CorsSection()
 
 
 class TailnetSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +71,7 @@ class RoutingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     forward_retry: int = 1
     stale_after: Seconds = Seconds(3)
     performance: bool = True
+    trace: str = ""  # "" = no arrival trace
 
 
 class GpuSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,15 +109,19 @@ class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One entry of `models`."""
 
     name: str
-    engine: Literal["llamacpp"]
-    path: str
-    context: int  # tokens per slot
+    engine: Literal["llamacpp", "external"]
+    path: str = ""  # of llamacpp, and required there
+    context: int = 0  # tokens per slot; 0 = not told, which only external may leave open
     gpus: tuple[int, ...] = ()
     gpus_per_backend: int = 1
     parallel: int = 1  # slots per backend
     startup_timeout: Seconds | None = None  # None = the engine's default, 10 min
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
+    url: str = ""  # of external, like the three below, and required there
+    api_key_env: str = ""  # environment variable that holds its key; "" = none is sent
+    health: str = ""  # "" = /health, else /v1/models
+    model: str = ""  # what the server calls the model; "" = as `name`
     llamacpp: LlamacppSection = LlamacppSection()
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from viiwork import limits
-from viiwork.config import checks
+from viiwork.config import addresses, checks
 from viiwork.config.fault import Fault, shown
 from viiwork.config.model import GpuSection, LlamacppSection, ModelSection
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 _PLAIN_CACHE_TYPES = ("f32", "f16", "bf16")
+_LLAMACPP_KEYS = ("path", "gpus", "gpus_per_backend", "startup_timeout", "args", "env", "llamacpp")
+_EXTERNAL_KEYS = ("url", "api_key_env", "health", "model")
+_PATH = re.compile(r"/[!-~]*")
 # What the node decides for a backend; an operator's argument comes last and would win.
 # fmt: off
 _NODES_OWN_ARGS = frozenset((
@@ -43,9 +47,20 @@ def _model(path: str, model: ModelSection) -> None:
     if not model.name:
         raise Fault(f"{path}.name", "a name", "an empty text")
     checks.name(f"{path}.name", model.name, limits.MODEL_NAME_MAX_BYTES)
-    checks.absolute_path(f"{path}.path", model.path)
+    is_external = model.engine == "external"
+    _only_its_own(path, model, _LLAMACPP_KEYS if is_external else _EXTERNAL_KEYS)
     checks.between(f"{path}.parallel", model.parallel, 1, limits.PARALLEL_MAX)
-    checks.between(f"{path}.context", model.context, 1, limits.CONTEXT_MAX_TOKENS // model.parallel)
+    most = limits.CONTEXT_MAX_TOKENS // model.parallel
+    if is_external:
+        checks.between(f"{path}.context", model.context, 0, most)
+        _external(path, model)
+        return
+    if not model.path:
+        raise Fault(f"{path}.path", "the model file's absolute path (required)", "nothing")
+    checks.absolute_path(f"{path}.path", model.path)
+    if model.context == 0:
+        raise Fault(f"{path}.context", f"a whole number from 1 to {most} (required)", "0 or nothing")
+    checks.between(f"{path}.context", model.context, 1, most)
     checks.between(f"{path}.gpus_per_backend", model.gpus_per_backend, 1, limits.GPU_INDEX_MAX + 1)
     if model.startup_timeout is not None:
         checks.longer_than_zero(f"{path}.startup_timeout", model.startup_timeout)
@@ -56,6 +71,29 @@ def _model(path: str, model: ModelSection) -> None:
             raise Fault(f"{path}.env", "names of environment variables", shown(key) or "an empty text")
         _no_nul(f"{path}.env.{key}", value)
     _llamacpp(f"{path}.llamacpp", model.llamacpp, model.gpus_per_backend)
+
+
+def _only_its_own(path: str, model: ModelSection, foreign: Sequence[str]) -> None:
+    """No key of the other kind of engine; one at its default says nothing."""
+    plain = ModelSection(name=model.name, engine=model.engine)
+    for key in foreign:
+        if getattr(model, key) != getattr(plain, key):
+            raise Fault(f"{path}.{key}", f"no such key with engine: {model.engine}", "one")
+
+
+def _external(path: str, model: ModelSection) -> None:
+    if not model.url:
+        raise Fault(f"{path}.url", "the server's address, as http://host:port (required)", "nothing")
+    addresses.http_url(f"{path}.url", model.url)
+    if model.api_key_env and not checks.is_env_name(
+        model.api_key_env
+    ):  # not echoed: it may be the key itself
+        hint = "the name of an environment variable (the key itself stays out of the file)"
+        raise Fault(f"{path}.api_key_env", hint, "something else")
+    if model.health and not _PATH.fullmatch(model.health):
+        raise Fault(f"{path}.health", "a path such as /health", shown(model.health))
+    if model.model:
+        checks.name(f"{path}.model", model.model, limits.MODEL_NAME_MAX_BYTES)
 
 
 def _no_nul(path: str, text: str) -> None:

@@ -18,6 +18,8 @@ def startup_problems(config: Config) -> list[str]:
     if config.kv_share.enabled and config.kv_share.dir:
         found.append(_not_writable("kv_share.dir", config.kv_share.dir))
     for i, model in enumerate(config.models):
+        if model.engine == "external":
+            continue
         found.append(_unreadable(f"models[{i}].path", model.path))
         found.append(_no_engine(f"models[{i}].llamacpp.binary", model.llamacpp))
     return [problem for problem in found if problem]

@@ -17,6 +17,7 @@ from viiwork.config.model import (
 )
 from viiwork.config.model_rules import check_models
 from viiwork.config.scalars import format_duration
+from viiwork.core.cross_origin import parse_pattern
 from viiwork.core.names import node_name_problem
 
 
@@ -31,7 +32,16 @@ def check_rules(config: Config) -> list[str]:
     _activity(config.activity)
     _kv_share(config.kv_share)
     check_models(config.models, config.gpu, warnings)
+    _api_keys(config)
     return warnings
+
+
+def _api_keys(config: Config) -> None:
+    """A slip here would send the mesh secret to a server."""
+    for i, model in enumerate(config.models):
+        if model.api_key_env and model.api_key_env in (config.mesh.secret_env, config.mesh.secret_prev_env):
+            expected = "a variable other than the mesh secrets'"
+            raise Fault(f"models[{i}].api_key_env", expected, model.api_key_env)
 
 
 def _node(node: NodeSection) -> None:
@@ -47,6 +57,14 @@ def _api(api: ApiSection, warnings: list[str]) -> None:
         warnings.append(
             f"api.host {api.host} listens on every network of this machine; requests are not authenticated"
         )
+    origins = api.cors.allow_origins or ()
+    checks.at_most("api.cors.allow_origins", len(origins), limits.CORS_ORIGINS_MAX, "origins")
+    for i, origin in enumerate(origins):
+        try:
+            parse_pattern(origin)
+        except ValueError as error:
+            got = shown(origin) or "an empty text"
+            raise Fault(f"api.cors.allow_origins[{i}]", str(error), got) from None
 
 
 def _mesh(config: Config, warnings: list[str]) -> None:
@@ -93,6 +111,8 @@ def _reachable(config: Config, warnings: list[str]) -> None:
 def _routing(routing: RoutingSection, mesh: MeshSection) -> None:
     checks.between("routing.queue_max", routing.queue_max, 0, limits.COUNT_MAX)
     checks.between("routing.forward_retry", routing.forward_retry, 0, limits.COUNT_MAX)
+    if routing.trace:
+        checks.absolute_path("routing.trace", routing.trace)
     if routing.stale_after <= mesh.capacity_poll:  # every peer would be stale most of the time
         expected = f"longer than mesh.capacity_poll ({format_duration(mesh.capacity_poll)})"
         raise Fault("routing.stale_after", expected, format_duration(routing.stale_after))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from viiwork.config.fault import Fault
-from viiwork.config.model import MeshSection
+from viiwork.config.model import Config, MeshSection, ModelSection
+from viiwork.limits import API_KEY_MAX_CHARS
 
 SECRET_BYTES = 32
 _SECRET_CHARS = 44  # base64 of 32 bytes, padding included
+_SHORTEST_SECRET = 16  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,8 @@ class MeshSecrets:
 
 def read_secrets(mesh: MeshSection, env: Mapping[str, str]) -> MeshSecrets:
     """The secrets of a secured mesh, none of an open one; raises `Fault` for both and for neither."""
-    current = _decoded("mesh.secret_env", mesh.secret_env, env)
-    previous = _decoded("mesh.secret_prev_env", mesh.secret_prev_env, env)
+    current = decode_secret("mesh.secret_env", mesh.secret_env, env)
+    previous = decode_secret("mesh.secret_prev_env", mesh.secret_prev_env, env)
     if mesh.open and current is not None:
         got = f"an open mesh and a secret in {mesh.secret_env}"
         raise Fault("mesh.open", "either mesh.open: true or a secret", got)
@@ -38,7 +40,7 @@ def read_secrets(mesh: MeshSection, env: Mapping[str, str]) -> MeshSecrets:
     return MeshSecrets(current, previous)
 
 
-def _decoded(path: str, variable: str, env: Mapping[str, str]) -> bytes | None:
+def decode_secret(path: str, variable: str, env: Mapping[str, str]) -> bytes | None:
     """The 32 bytes in `variable`; an unset or blank variable is no secret."""
     text = env.get(variable, "").strip()
     if not text:
@@ -57,13 +59,32 @@ def _decoded(path: str, variable: str, env: Mapping[str, str]) -> bytes | None:
     return secret
 
 
-def refuse_in_file(mesh: MeshSection, env: Mapping[str, str], data: bytes) -> None:
+def read_api_keys(models: Sequence[ModelSection], env: Mapping[str, str]) -> dict[str, str]:
+    """The keys of external servers by the variables that hold them; raises `Fault` for one without."""
+    keys = {}
+    for i, model in enumerate(models):
+        if not model.api_key_env:
+            continue
+        path, key = f"models[{i}].api_key_env", env.get(model.api_key_env, "").strip()
+        if not key:
+            raise Fault(path, f"a key in the environment variable {model.api_key_env}", "none")
+        if not (key.isascii() and key.isprintable()) or " " in key or len(key) > API_KEY_MAX_CHARS:
+            expected = f"at most {API_KEY_MAX_CHARS} visible ASCII characters in {model.api_key_env}"
+            raise Fault(path, expected, "something else")
+        keys[model.api_key_env] = key
+    return keys
+
+
+def refuse_in_file(config: Config, env: Mapping[str, str], data: bytes) -> None:
     """Raises `Fault` when a secret of the environment also stands in the file, which is shown and shared."""
-    for variable in (mesh.secret_env, mesh.secret_prev_env):
+    mesh = config.mesh
+    variables = {"mesh.secret_env": mesh.secret_env, "mesh.secret_prev_env": mesh.secret_prev_env}
+    for i, model in enumerate(config.models):
+        variables[f"models[{i}].api_key_env"] = model.api_key_env
+    for path, variable in variables.items():
         text = env.get(variable, "").strip().encode(errors="surrogateescape")
-        at = data.find(text) if text else -1
+        # Shorter ones ("none", "ollama") are placeholders, and stand in any text.
+        at = data.find(text) if len(text) >= _SHORTEST_SECRET else -1
         if at >= 0:
             line = data.count(b"\n", 0, at) + 1
-            raise Fault(
-                "mesh.secret_env", f"the secret in {variable} alone", "it in this file too", line=line
-            )
+            raise Fault(path, f"the secret in {variable} alone", "it in this file too", line=line)

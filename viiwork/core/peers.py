@@ -17,8 +17,30 @@ from viiwork.core.capacity import ModelCapacity, PeerReport, is_fresh
 class _Peer:
     url: str
     report: PeerReport | None = None
+    models: dict[str, ModelCapacity] = field(default_factory=dict)  # of the report, by name
     forwards: dict[int, tuple[str, float]] = field(default_factory=dict)  # number -> (model, started at)
+    unseen: dict[str, int] = field(
+        default_factory=dict
+    )  # model -> forwards begun since the report's question
     refused_at: dict[str, float] = field(default_factory=dict)  # model -> when
+
+    def free(self, entry: ModelCapacity) -> int:
+        """Free slots as we may count on them now."""
+        if entry.name in self.refused_at:
+            return 0
+        return max(entry.free - self.unseen.get(entry.name, 0), 0)
+
+
+class Offer:
+    """A peer that serves a model, and what it has to offer."""
+
+    __slots__ = ("entry", "free", "node", "rtt_s")
+
+    def __init__(self, node: str, peer: _Peer, entry: ModelCapacity) -> None:
+        self.node = node
+        self.entry = entry
+        self.free = peer.free(entry)
+        self.rtt_s = peer.report.rtt_s if peer.report is not None else 0.0
 
 
 class PeerTable:
@@ -27,6 +49,7 @@ class PeerTable:
     def __init__(self, stale_after_s: float) -> None:
         self._stale_after_s = stale_after_s
         self._peers: dict[str, _Peer] = {}
+        self._of_model: dict[str, dict[str, _Peer]] = {}  # who lists the model, however old its report
         self._next = 0
 
     # -- what membership and the polls tell ----------------------------------------------------------
@@ -39,15 +62,34 @@ class PeerTable:
             known.url = url
 
     def remove(self, node: str) -> None:
-        self._peers.pop(node, None)
+        peer = self._peers.pop(node, None)
+        if peer is not None:
+            self._unlist(node, peer)
 
     def reported(self, node: str, report: PeerReport) -> None:
         """A capacity report came; refusals older than its question are settled."""
         peer = self._peers.get(node)
         if peer is None:
             return
-        peer.report = report
-        peer.refused_at = {m: at for m, at in peer.refused_at.items() if at >= report.requested_at}
+        models = {model.name: model for model in report.report.models}
+        if models.keys() != peer.models.keys():
+            self._unlist(node, peer)
+            for name in models:
+                self._of_model.setdefault(name, {})[node] = peer
+        peer.report, peer.models = report, models
+        asked_at = report.requested_at
+        peer.refused_at = {m: at for m, at in peer.refused_at.items() if at >= asked_at}
+        peer.unseen = {}
+        for model, started_at in peer.forwards.values():
+            if started_at > asked_at:
+                peer.unseen[model] = peer.unseen.get(model, 0) + 1
+
+    def _unlist(self, node: str, peer: _Peer) -> None:
+        for name in peer.models:
+            listed = self._of_model[name]
+            del listed[node]
+            if not listed:
+                del self._of_model[name]
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:
@@ -58,31 +100,33 @@ class PeerTable:
 
     def knows(self, model: str) -> bool:
         """Does any peer list the model, however old its report?"""
-        return any(
-            p.report is not None and p.report.report.model(model) is not None for p in self._peers.values()
-        )
+        return model in self._of_model
+
+    def lists(self, node: str, model: str) -> bool:
+        """Does this peer list the model, however old its report?"""
+        return node in self._of_model.get(model, ())
 
     def serving(self, model: str, now: float) -> Iterator[tuple[str, ModelCapacity]]:
         """Peers with a fresh report and a healthy backend of the model."""
-        for name, peer in self._peers.items():
+        for name, peer in self._of_model.get(model, {}).items():
             if peer.report is None or not is_fresh(peer.report.age_s(now), self._stale_after_s):
                 continue
-            entry = peer.report.report.model(model)
-            if entry is not None and entry.healthy_backends > 0:
+            entry = peer.models[model]
+            if entry.healthy_backends > 0:
                 yield name, entry
+
+    def offers(self, model: str, now: float) -> list[Offer]:
+        """What the serving peers offer."""
+        return [Offer(node, self._peers[node], entry) for node, entry in self.serving(model, now)]
 
     def free(self, node: str, entry: ModelCapacity) -> int:
         """Free slots of a serving peer as we may count on them now."""
-        peer = self._peers[node]
-        if peer.report is None or entry.name in peer.refused_at:
-            return 0
-        asked_at = peer.report.requested_at
-        ours = sum(model == entry.name and started > asked_at for model, started in peer.forwards.values())
-        return max(entry.free - ours, 0)
+        return self._peers[node].free(entry)
 
-    def rtt_s(self, node: str) -> float:
-        report = self._peers[node].report
-        return report.rtt_s if report is not None else 0.0
+    def silent_s(self, node: str, now: float) -> float | None:
+        """How long ago the last report came; None for one that is no member, or never reported."""
+        peer = self._peers.get(node)
+        return peer.report.age_s(now) if peer is not None and peer.report is not None else None
 
     @property
     def open_forwards(self) -> int:
@@ -92,13 +136,22 @@ class PeerTable:
     def forward_started(self, node: str, model: str, now: float) -> int:
         """Count a forward; the number ends it."""
         self._next += 1
-        self._peers[node].forwards[self._next] = (model, now)
+        peer = self._peers[node]
+        peer.forwards[self._next] = (model, now)
+        if peer.report is None or now > peer.report.requested_at:
+            peer.unseen[model] = peer.unseen.get(model, 0) + 1
         return self._next
 
     def forward_ended(self, node: str, number: int) -> bool:
         """The forward is over; False when it was ended before or the peer is gone."""
         peer = self._peers.get(node)
-        return peer is not None and peer.forwards.pop(number, None) is not None
+        known = peer.forwards.pop(number, None) if peer is not None else None
+        if peer is None or known is None:
+            return False
+        model, started_at = known
+        if (peer.report is None or started_at > peer.report.requested_at) and peer.unseen.get(model):
+            peer.unseen[model] -= 1
+        return True
 
     def refused(self, node: str, model: str, now: float) -> None:
         """The peer refused: it counts as full until a report asked for later says otherwise."""

@@ -19,6 +19,10 @@ class Waiter:
     ask: Ask
     since: float
     deadline: float
+    earlier_s: float = 0.0  # waited in earlier tries of the same request
+
+    def waited_s(self, now: float) -> float:
+        return self.earlier_s + now - self.since
 
 
 class WaitQueue:
@@ -31,14 +35,14 @@ class WaitQueue:
     def depth(self, model: str) -> int:
         return len(self._queues.get(model, ()))
 
-    def enter(self, ask: Ask, now: float, wait_s: float) -> Waiter:
+    def enter(self, ask: Ask, now: float, wait_s: float, earlier_s: float = 0.0) -> Waiter:
         """Join the end of the model's queue. Raises `QueueFull`."""
         queue = self._queues.setdefault(ask.model, {})
         if len(queue) >= self._limit:
             if not queue:
                 del self._queues[ask.model]
             raise QueueFull(f"{ask.model}: all slots are busy and {self._limit} requests wait already")
-        waiter = Waiter(ask, now, now + wait_s)
+        waiter = Waiter(ask, now, now + wait_s, earlier_s)
         queue[waiter] = None
         return waiter
 
@@ -50,7 +54,7 @@ class WaitQueue:
             if not queue:
                 del self._queues[waiter.ask.model]
 
-    def runnable(self, decide: Callable[[Ask], D | None]) -> Iterator[tuple[Waiter, D]]:
+    def runnable(self, decide: Callable[[Waiter], D | None]) -> Iterator[tuple[Waiter, D]]:
         """Waiters that can run now, in order, each taken out before it is handed over.
 
         `decide` answers None for one that still has to wait; those behind it get their chance all the same,
@@ -59,7 +63,7 @@ class WaitQueue:
         """
         for model in list(self._queues):
             for waiter in list(self._queues.get(model, ())):
-                decision = decide(waiter.ask)
+                decision = decide(waiter)
                 if decision is not None:
                     self.leave(waiter)
                     yield waiter, decision

@@ -1,22 +1,29 @@
 """Where a request runs: one question, one answer, no effects.
 
-Order: a session goes back to the slot it had, then to the node it had; everyone else takes a free slot of
-this node, then the peer with the most free slots (ties: the nearer one, then by name). A forward runs here or
-is refused.
+Gathers what the node knows into a `Question`, lets `core.choice` pick a node, and finds the place on it. A
+forward runs here, waits here if its entry node allows, or is refused; it makes no second hop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import NamedTuple
 
 from msgspec import Struct
 
+from viiwork.core.capacity import Perf
+from viiwork.core.choice import Candidate, Choice, Policy, Question, State, pick
+from viiwork.core.estimate import PromptSizes
+from viiwork.core.failures import FailureMarks
 from viiwork.core.peers import PeerTable
 from viiwork.core.sessions import SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
-from viiwork.core.turn import Ask
+from viiwork.core.turn import Ask, Held
 from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel, ViiworkError
+from viiwork.limits import CANDIDATES_MAX
 
 
 class Local(Struct, frozen=True):
@@ -32,15 +39,18 @@ class LocalUnslotted(Struct, frozen=True):
 
 
 class Forward(Struct, frozen=True):
-    """Hand the request to this peer."""
+    """Hand the request to this peer, which may let it wait for a slot for so long."""
 
     node: str
+    wait_ms: int = 0
 
 
 class Wait(Struct, frozen=True):
-    """The model exists and nobody has room; `served` says whether anybody healthy serves it at all."""
+    """The model exists and its place has no room now."""
 
-    served: bool
+    served: bool  # by anybody healthy
+    full: bool = False  # no node has room for any request of the model
+    hold_ms: float = math.inf  # from then on another node will do
 
 
 class Refuse(Struct, frozen=True):
@@ -53,6 +63,36 @@ class Refuse(Struct, frozen=True):
 Decision = Local | LocalUnslotted | Forward | Wait | Refuse
 
 
+class Decided(NamedTuple):
+    """A decision, and for one between nodes what it was made of."""
+
+    decision: Decision
+    question: Question | None = None
+    choice: Choice | None = None
+
+
+class Terms(Struct, frozen=True):
+    """What a decision depends on besides the request and the state of the mesh."""
+
+    now: float
+    waited_ms: float = 0.0  # of the request's queue budget
+    budget_ms: float = 0.0  # what is left of it
+    draws: tuple[float, float] = (1.0, 0.0)  # two random numbers from 0 to 1
+
+
+NOTHING: Mapping[str, Held] = {}
+
+
+def nothing_held(ask: Ask) -> Mapping[str, Held]:
+    """Nobody holds anything of any prompt."""
+    return NOTHING
+
+
+def not_measured(model: str, now: float) -> Perf | None:
+    """No speed of this node is known."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What a decision looks at."""
@@ -61,62 +101,116 @@ class View:
     slots: SlotTable
     sessions: SessionTable
     peers: PeerTable
+    policy: Policy = field(default_factory=Policy)
+    held: Callable[[Ask], Mapping[str, Held]] = nothing_held  # of the ask's prompt, by node
+    perf: Callable[[str, float], Perf | None] = not_measured  # of a model here
+    sizes: PromptSizes = field(default_factory=PromptSizes)
+    failures: FailureMarks = field(default_factory=FailureMarks)
 
 
-def choose(view: View, ask: Ask, now: float, exclude: Collection[str] = ()) -> Decision:
+def choose(view: View, ask: Ask, terms: Terms, exclude: Collection[str] = ()) -> Decided:
     """Decide where `ask` runs; nodes in `exclude` refused it already."""
     if ask.forwarded_by is not None:
-        return _admit_forward(view, ask)
-    if not view.slots.serves(ask.model) and not view.peers.knows(ask.model):
-        return Refuse(UnknownModel, f"no node of this mesh serves a model named {ask.model!r}")
-    here = view.me not in exclude
+        return Decided(_admit_forward(view, ask))
+    here = view.slots.serves(ask.model)
+    if not here and not view.peers.knows(ask.model):
+        return Decided(Refuse(UnknownModel, f"no node of this mesh serves a model named {ask.model!r}"))
+    if ask.pin is not None and not (here if ask.pin == view.me else view.peers.lists(ask.pin, ask.model)):
+        return Decided(Refuse(UnknownModel, f"host {ask.pin!r} does not serve the model {ask.model!r}"))
+    question = _question(view, ask, terms, exclude)
     if not ask.needs_slot:
-        backend = view.slots.any_routable(ask.model) if here else None
-        if backend is not None:
-            return LocalUnslotted(backend)
-        peer = _best_peer(view, ask, now, exclude, need_free=False)
-    else:
-        home = _home(view, ask, now, exclude)
-        if home is not None:
-            return home
-        ref = _free_slot(view, ask) if here else None
-        if ref is not None:
-            return Local(ref)
-        peer = _best_peer(view, ask, now, exclude, need_free=True)
-    if peer is not None:
-        return Forward(peer)
-    served = view.slots.any_routable(ask.model) is not None or any(view.peers.serving(ask.model, now))
-    return Wait(served)
+        return Decided(_unslotted(view, ask, question))
+    choice = pick(view.policy, question)
+    return Decided(_place(view, ask, question, choice), question, choice)
+
+
+def _question(view: View, ask: Ask, terms: Terms, exclude: Collection[str]) -> Question:
+    model, now, me = ask.model, terms.now, view.me
+    held = view.held(ask) if view.policy.performance and ask.needs_slot else NOTHING
+
+    def candidate(node: str, free: int, rtt_ms: float, perf: Perf | None) -> Candidate:
+        state: State = ""
+        if node in exclude:
+            state = "excluded"
+        elif view.failures and view.failures.is_failing(node, model, now):
+            state = "failing"
+        holds = held.get(node)
+        if holds is None:
+            return Candidate(node, free, rtt_ms, perf, state=state)
+        return Candidate(node, free, rtt_ms, perf, holds.n_tokens, holds.where, state)
+
+    candidates = []
+    if view.slots.has_routable(model):
+        candidates.append(candidate(me, view.slots.n_free(model), 0.0, view.perf(model, now)))
+    offers = view.peers.offers(model, now)
+    if len(offers) >= CANDIDATES_MAX:
+        offers = nsmallest(
+            CANDIDATES_MAX - 1, offers, key=lambda o: (o.node not in held, -o.free, o.rtt_s, o.node)
+        )
+    for o in offers:
+        candidates.append(candidate(o.node, o.free, o.rtt_s * 1000, o.entry.perf))
+    return Question(
+        me,
+        model,
+        view.sizes.n_tokens(model, ask.body_bytes),
+        tuple(candidates),
+        ask.session,
+        ask.pin,
+        ask.prefer,
+        terms.waited_ms,
+        terms.budget_ms,
+        terms.draws,
+    )
+
+
+def _place(view: View, ask: Ask, question: Question, choice: Choice) -> Decision:
+    """The place on the chosen node."""
+    if choice.node is None:
+        return Wait(bool(question.candidates), full=_is_full(question))
+    if choice.node != view.me:
+        return Forward(choice.node, math.ceil(choice.hold_ms))
+    if choice.hold_ms > 0:
+        return Wait(True, full=_is_full(question), hold_ms=choice.hold_ms)
+    ref = _free_slot(view, ask)
+    if ref is None:
+        raise RuntimeError(f"{view.me} chose itself for {ask.model!r} without a free slot")
+    return Local(ref)
+
+
+def _is_full(question: Question) -> bool:
+    return not any(c.free > 0 for c in question.candidates)
+
+
+def _unslotted(view: View, ask: Ask, question: Question) -> Decision:
+    """A request without need of a slot: here if it can be, else at the peer with most room."""
+    able = [c for c in question.candidates if c.state != "excluded" and ask.pin in (None, c.node)]
+    able = [c for c in able if not c.state] or able
+    if not able:
+        return Wait(bool(question.candidates))
+    best = min(able, key=lambda c: (c.node != view.me, -c.free, c.rtt_ms, c.node))
+    if best.node != view.me:
+        return Forward(best.node)
+    backend = view.slots.any_routable(ask.model)
+    if backend is None:
+        raise RuntimeError(f"{view.me} chose itself for {ask.model!r} without a backend")
+    return LocalUnslotted(backend)
 
 
 def _admit_forward(view: View, ask: Ask) -> Decision:
-    """Run a forward here or refuse it at once: it waits at its entry node and makes no second hop."""
+    """Run a forward here, let it wait as long as its entry node allows, or refuse it at once."""
     if not view.slots.serves(ask.model):
         return Refuse(NotServedHere, f"{view.me} does not serve {ask.model!r}")
+    backend = view.slots.any_routable(ask.model)
     if not ask.needs_slot:
-        backend = view.slots.any_routable(ask.model)
         if backend is not None:
             return LocalUnslotted(backend)
     else:
         ref = _free_slot(view, ask)
         if ref is not None:
             return Local(ref)
+        if ask.wait_ms > 0 and backend is not None:
+            return Wait(True)
     return Refuse(NoFreeSlot, f"{view.me} has no free slot for {ask.model!r}")
-
-
-def _home(view: View, ask: Ask, now: float, exclude: Collection[str]) -> Decision | None:
-    """The place of the session's last turn, if that was elsewhere and has room; slots of our own:
-    `_free_slot`.
-    """
-    if ask.session is None:
-        return None
-    binding = view.sessions.get((ask.session, ask.model))
-    if binding is None or binding.node in ("", view.me) or binding.node in exclude:
-        return None
-    for node, entry in view.peers.serving(ask.model, now):
-        if node == binding.node and view.peers.free(node, entry) > 0:
-            return Forward(node)
-    return None
 
 
 def _free_slot(view: View, ask: Ask) -> SlotRef | None:
@@ -133,15 +227,3 @@ def _free_slot(view: View, ask: Ask) -> SlotRef | None:
             return ref
         oldest = oldest or ref
     return oldest
-
-
-def _best_peer(view: View, ask: Ask, now: float, exclude: Collection[str], *, need_free: bool) -> str | None:
-    best: tuple[int, float, str] | None = None
-    for node, entry in view.peers.serving(ask.model, now):
-        free = view.peers.free(node, entry)
-        if node in exclude or (need_free and free <= 0):
-            continue
-        rank = (-free, view.peers.rtt_s(node), node)
-        if best is None or rank < best:
-            best = rank
-    return best[2] if best is not None else None

@@ -62,13 +62,13 @@ class SessionTable:
         self._occupant[binding.ref] = key
         self._store(key, binding)
 
-    def ran_elsewhere(self, key: SessionKey, node: str, generation: int) -> None:
+    def ran_elsewhere(self, key: SessionKey, node: str, generation: int, n_tokens: int = 0) -> None:
         """A turn succeeded on another node; what a slot here still holds of the session stays usable."""
         known = self._bindings.get(key)
         if known is not None and known.ref is not None:
             self._store(key, replace(known, node=node))
         else:
-            self._store(key, Binding(node, generation=generation))
+            self._store(key, Binding(node, n_tokens=n_tokens, generation=generation))
 
     def engine_restarted(self, backend: str) -> None:
         """Nothing is held in the slots of this backend any more."""

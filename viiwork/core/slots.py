@@ -20,7 +20,7 @@ class SlotRef(NamedTuple):
     slot: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Backend:
     model: str
     url: str
@@ -44,10 +44,26 @@ class SlotTable:
     def __init__(self) -> None:
         self._backends: dict[str, _Backend] = {}
         self._of_model: dict[str, list[_Backend]] = {}
-        self._where: dict[int, SlotRef] = {}
+        self._where: dict[int, tuple[SlotRef, _Backend]] = {}
         self._next = 0
 
     # -- what the engine side tells ------------------------------------------------------------------
+    def add_model(self, model: str) -> None:
+        """The model is configured here, whether or not it has a backend now."""
+        self._of_model.setdefault(model, [])
+
+    def remove_model(self, model: str) -> None:
+        """The model is configured no more; its backends are removed one by one, as they end."""
+        self._of_model.pop(model, None)
+
+    def remove_backend(self, backend: str) -> None:
+        """A backend is gone for good. Its open leases stay valid until they are given back, and neither keep
+        the name from a new backend nor take room from it.
+        """
+        known = self._backends.pop(backend, None)
+        if known is not None and known in (others := self._of_model.get(known.model, [])):
+            others.remove(known)
+
     def put_backend(self, backend: str, *, model: str, url: str, n_slots: int, routable: bool) -> None:
         """Add a backend or take over its new facts; leases survive a restart of the engine until they are
         released.
@@ -77,6 +93,14 @@ class SlotTable:
             having.sort(key=lambda backend: -backend.room)
         for backend in having:
             yield from islice(backend.idle.values(), backend.room)
+
+    def has_routable(self, model: str) -> bool:
+        """Does any backend of the model take requests, now or when a slot is given back?"""
+        return any(b.routable for b in self._of_model.get(model, ()))
+
+    def n_free(self, model: str) -> int:
+        """How many slots `free_slots` would list."""
+        return sum(b.room for b in self._of_model.get(model, ()) if b.routable and b.room > 0)
 
     def is_routable(self, ref: SlotRef) -> bool:
         """Does the slot exist and take requests, now or when its holder is done?"""
@@ -116,15 +140,15 @@ class SlotTable:
         backend = self._backends[ref.backend]
         backend.leases[ref.slot] = self._next
         del backend.idle[ref.slot]
-        self._where[self._next] = ref
+        self._where[self._next] = ref, backend
         return self._next
 
     def release(self, lease: int) -> SlotRef | None:
         """Give a lease back; None when it was given back before."""
-        ref = self._where.pop(lease, None)
-        if ref is None:
+        found = self._where.pop(lease, None)
+        if found is None:
             return None
-        backend = self._backends[ref.backend]
+        ref, backend = found
         if backend.leases.get(ref.slot) == lease:
             del backend.leases[ref.slot]
             backend.idle[ref.slot] = ref

@@ -50,7 +50,9 @@ class Ask(Struct, frozen=True, gc=False):
     needs_slot: bool = True  # False for tokenize, detokenize, apply-template, count_tokens
     pinnable: bool = True  # the engine honours `id_slot` in the body of this endpoint
     body_bytes: int = 0
+    alias: str | None = None  # what the client called the model, when that is not its name
     forwarded_by: str | None = None  # entry node of a verified forward; such a request makes no further hop
+    wait_ms: int = 0  # how long such a forward may wait for a slot here; 0 = it runs at once or is refused
 
 
 class Grant(Struct, eq=False):
@@ -63,6 +65,7 @@ class Grant(Struct, eq=False):
     slot: int | None = None  # slot to pin, when local and pinnable
     queued_s: float = 0.0
     lease: int = 0  # lease number in the slot table, 0 when none was needed
+    wait_ms: int = 0  # how long a forward may wait for a slot at its peer, 0 = not at all
     answered: bool = False  # the head of the upstream's answer has come
     finished: bool = False
 
@@ -92,6 +95,7 @@ class Outcome(Struct, frozen=True):
     result: Result
     status: int = 0  # HTTP status of the upstream, 0 when none came
     ttft_s: float | None = None  # request granted -> first byte of content
+    streamed: bool = False  # an event stream; the first byte of a plain answer comes with its last token
     duration_s: float = 0.0
     usage: Usage | None = None
     detail: str = ""  # one line for logs when something failed

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from viiwork.config.model import ModelSection
+from viiwork.core.stalls import IDLE_CPU_SHARE
 from viiwork.engine import events as ev
 from viiwork.engine.binary import FlagProbe, resolve_binary
 from viiwork.engine.command import Command, HostFacts, backend_gpus, llamacpp_command, wrong_cards
@@ -22,16 +23,18 @@ from viiwork.engine.events import Event
 from viiwork.engine.groups import GroupGuard
 from viiwork.engine.ladder import Ladder, Rules
 from viiwork.engine.loglines import usage_error
-from viiwork.engine.ports import PortPicker, family, foreign_listener, tree_rss
+from viiwork.engine.ports import PortPicker, cpu_seconds, family, foreign_listener, tree_rss
 from viiwork.engine.process import EngineProcess
 from viiwork.engine.savedir import prepare_save_dir
 from viiwork.engine.slots import SlotsClient, SlotView
 from viiwork.engine.views import BackendView
 from viiwork.errors import EngineError, EngineUsageError, KvError
-from viiwork.limits import ENGINE_LOAD_STALE_S, ENGINE_QUICK_EXIT_S, ENGINE_VIEW_LINES
+from viiwork.limits import ENGINE_LOAD_STALE_S, ENGINE_PROOF_S, ENGINE_QUICK_EXIT_S, ENGINE_VIEW_LINES
+from viiwork.wire.openai import ENGINE_CHOOSES
 
 log = logging.getLogger("viiwork.engine")
 
+LATE_SHARE = 1.5  # of a poll's limit: noticed later than this, it is this process that was held up
 
 # The processes on each card, as the GPU tool shows them; it blocks, and answers None when it cannot tell.
 CardPids = Callable[[], Mapping[int, frozenset[int]] | None]
@@ -46,6 +49,7 @@ class Pace:
     probe_timeout_s: float = 10.0
     load_poll_s: float = 1.0
     load_timeout_s: float = 1.0
+    proof_s: float = ENGINE_PROOF_S
     rss_s: float = 5.0
     cards_s: float = 5.0
     cards_for_s: float = 60.0  # after it became healthy; later an engine does not change its cards
@@ -64,6 +68,7 @@ class Shared:
     hidden_env: frozenset[str]
     pace: Pace
     in_flight: Callable[[str], int]
+    occupied: Callable[[str], bool]  # a save or restore of kv_share stops the engine now
     on_change: Callable[[BackendView], None]
     card_pids: CardPids | None
 
@@ -75,7 +80,7 @@ class Backend:
         self, model: ModelSection, index: int, rules: Rules, save_dir: Path | None, shared: Shared
     ) -> None:
         self.id = f"{model.name}/{index}"
-        self._model = model
+        self.model = model
         self._index = index
         self._gpus = backend_gpus(model, index)
         self._rules = rules
@@ -104,6 +109,14 @@ class Backend:
     def start(self) -> None:
         self._go(self._run())
 
+    async def retire(self) -> None:
+        """Take no more requests, let those in flight end within the grace, then stop."""
+        self._ladder.retire()
+        self.feed(ev.Tick())  # whoever waits for it to load need not any more
+        self._publish()
+        await drained(self.id, self._shared.in_flight, self._rules)
+        await self.stop(self._rules.stop_grace_s)
+
     async def stop(self, timeout_s: float) -> None:
         """End the engine, then everything here. Idempotent."""
         self._closing = True
@@ -121,6 +134,9 @@ class Backend:
     def feed(self, event: Event) -> None:
         """Tell the ladder; it hears in order, on the next turn of the loop."""
         self._events.put_nowait((self._epoch, event))
+
+    def hard_failure(self, why: str) -> None:
+        self.feed(ev.HardFailure(why))
 
     def stalled(self) -> None:
         self._stalled = True
@@ -143,14 +159,14 @@ class Backend:
         lines = process.newest_lines(ENGINE_VIEW_LINES) if process else self._last_lines
         return BackendView(
             id=self.id,
-            model=self._model.name,
+            model=self.model.name,
             status=self._ladder.status,
             phase=self._ladder.phase,
             pid=process.pid if process else None,
             url=self._url if process else None,
             epoch=self._epoch,
-            n_slots=len(self._slots) or self._model.parallel,
-            ctx=min((slot.n_ctx for slot in self._slots), default=self._model.context),
+            n_slots=len(self._slots) or self.model.parallel,
+            ctx=min((slot.n_ctx for slot in self._slots), default=self.model.context),
             busy=len(busy) if fresh else None,
             tok_decoded=sum(decoded) if decoded else None,
             tok_remain=sum(remain) if remain else None,
@@ -162,6 +178,7 @@ class Backend:
             reason=self._ladder.reason,
             save_dir=self._save_dir,
             embedded=self._embedded,
+            engine=self.model.engine,
         )
 
     # -- the ladder's driver -----------------------------------------------------------------------
@@ -204,6 +221,8 @@ class Backend:
                 self._spawning = self._go(self._spawn(self._epoch))
             case ev.WarmUp():
                 self._go(self._warm_up(self._epoch))
+            case ev.Prove():
+                self._go(self._prove(self._epoch))
             case ev.ProbeNow():
                 self._probe_wanted.set()
             case ev.Stop(grace_s):
@@ -226,7 +245,7 @@ class Backend:
         self._started_at = time.monotonic()
         self._looking = [
             self._go(self._probe_loop(process, epoch, self._url)),
-            self._go(self._load_loop()),
+            self._go(self._load_loop(process, epoch)),
             self._go(self._rss_loop(process)),
             self._go(self._cards_loop(process, epoch)),
         ]
@@ -236,14 +255,14 @@ class Backend:
 
     async def _command(self) -> tuple[Command, int]:
         shared = self._shared
-        binary = resolve_binary(self._model.llamacpp.binary)
+        binary = resolve_binary(self.model.llamacpp.binary)
         self._embedded = binary.embedded
         flags = await shared.flags.flags(binary)
         if self._save_dir is not None:
             await asyncio.to_thread(prepare_save_dir, self._save_dir)
         port = shared.ports.pick()
         command = llamacpp_command(
-            self._model,
+            self.model,
             self._index,
             port,
             program=binary.program,
@@ -285,6 +304,15 @@ class Backend:
             return
         self._tell(epoch, ev.WarmedUp())
 
+    async def _prove(self, epoch: int) -> None:
+        """One token, in whichever idle slot the engine takes."""
+        try:
+            await self._client(0).run_one_token(ENGINE_CHOOSES, self._shared.pace.proof_s)
+        except EngineError as error:
+            self._tell(epoch, ev.ProofFailed(str(error)))
+            return
+        self._tell(epoch, ev.Proved())
+
     # -- looking at it, as long as one process lives ------------------------------------------------
     async def _probe_loop(self, process: EngineProcess, epoch: int, url: str) -> None:
         pace = self._shared.pace
@@ -324,15 +352,35 @@ class Backend:
         self._take_slots(slots)
         return ev.Answered()
 
-    async def _load_loop(self) -> None:
+    async def _load_loop(self, process: EngineProcess, epoch: int) -> None:
         pace = self._shared.pace
         while True:
             await asyncio.sleep(pace.load_poll_s)
             if self._ladder.status in ("healthy", "unhealthy"):
-                # When it fails the last report ages, and after three misses occupancy is unknown.
-                with contextlib.suppress(EngineError):
-                    self._take_slots(await self._client(0).slots(pace.load_timeout_s))
+                await self._poll_load(process.pid, epoch)
             self._publish()
+
+    async def _poll_load(self, pid: int, epoch: int) -> None:
+        """Ask what the slots do. When that fails the last answer ages, until occupancy is unknown.
+
+        An engine answers within milliseconds, also while it reads a prompt. Silence means that it is stopped
+        or hangs, unless kv_share lets it save or restore, it works all the same, or this process was late.
+        """
+        limit_s = self._shared.pace.load_timeout_s
+        asked_at, cpu_before = time.monotonic(), cpu_seconds(pid)
+        try:
+            self._take_slots(await self._client(0).slots(limit_s))
+        except EngineError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                return
+            took_s, cpu_after = time.monotonic() - asked_at, cpu_seconds(pid)
+            if cpu_before is None or cpu_after is None or self._shared.occupied(self.id):
+                return
+            works = cpu_after - cpu_before > IDLE_CPU_SHARE * took_s
+            if not works and took_s < LATE_SHARE * limit_s:
+                self._tell(epoch, ev.Silent(str(error)))
+            return
+        self._tell(epoch, ev.Heard())
 
     async def _cards_loop(self, process: EngineProcess, epoch: int) -> None:
         """Compare the cards the engine is on with its own, until that could be told once."""
@@ -394,6 +442,13 @@ class Backend:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("[%s] a task of its supervision failed", self.id, exc_info=error)
+
+
+async def drained(backend: str, in_flight: Callable[[str], int], rules: Rules) -> None:
+    """Wait until nothing runs on a backend that takes no more, at most for the grace."""
+    until = time.monotonic() + rules.respawn_grace_s
+    while in_flight(backend) and time.monotonic() < until:
+        await asyncio.sleep(rules.drain_check_s)
 
 
 def _because(reason: str) -> str:

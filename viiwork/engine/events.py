@@ -50,6 +50,28 @@ class ProbeFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """A load poll got no answer, and the engine does nothing that would explain it."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A load poll was answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """An engine that had lost a request ran a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProofFailed:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class HardFailure:
     """The inference path saw a refused, reset or cut connection."""
 
@@ -58,7 +80,7 @@ class HardFailure:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A request was accepted and no byte came for too long."""
+    """The engine took a request, is idle, and has not answered it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +117,10 @@ Event = (
     | WarmUpFailed
     | ProbeOk
     | ProbeFailed
+    | Silent
+    | Heard
+    | Proved
+    | ProofFailed
     | HardFailure
     | Stalled
     | Succeeded
@@ -116,6 +142,11 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Prove:
+    """Let it run one token: only that tells whether it can still serve."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeNow:
     """Do not wait for the next interval."""
 
@@ -127,4 +158,4 @@ class Stop:
     grace_s: float
 
 
-Effect = Spawn | WarmUp | ProbeNow | Stop
+Effect = Spawn | WarmUp | Prove | ProbeNow | Stop

@@ -8,11 +8,13 @@
                                |                                              |
                                +--> starting                 after a while <--+   (never for a usage error)
 
-While starting, failed probes do not count: only the startup timeout or an exit ends it. A failed probe of a
-healthy backend makes it unroutable at once. Giving up waits for requests in flight, up to
-`respawn_grace_s`. Respawns are spaced 1, 2, 4 ... s; ten minutes of health give the budget back. A backend
-that used its budget up is dead, and is tried again after 1, 2, 4 ... 10 minutes, because what broke it (a
-card, a disk, memory) may be gone.
+While starting, failed probes do not count: only the startup timeout or an exit ends it. Three things make a
+healthy backend unroutable at once, each until its opposite is seen: a failed probe (a good one), silence
+towards a load poll (an answer), a lost request (one token run). While it is silent or under proof a good
+probe counts for nothing: `/health` is answered by threads that outlive the one that computes. Giving up waits
+for requests in flight, up to `respawn_grace_s`, unless the engine stands still. Respawns are spaced 1, 2, 4
+... s; ten minutes of health give the budget back. A backend that used its budget up is dead, and is tried
+again after 1, 2, 4 ... 10 minutes, because what broke it (a card, a disk, memory) may be gone.
 """
 
 from __future__ import annotations
@@ -28,9 +30,14 @@ from viiwork.engine.events import (
     ForeignAnswered,
     GateOpened,
     HardFailure,
+    Heard,
     ProbeFailed,
     ProbeNow,
     ProbeOk,
+    ProofFailed,
+    Prove,
+    Proved,
+    Silent,
     Spawn,
     SpawnFailed,
     Stalled,
@@ -50,7 +57,8 @@ from viiwork.limits import (
     ENGINE_STOP_GRACE_S,
 )
 
-Status = Literal["starting", "healthy", "unhealthy", "respawn", "dead", "stopped"]
+Status = Literal["starting", "healthy", "unhealthy", "respawn", "dead", "draining", "stopped"]
+SILENT, PROVING = "silent", "proving"  # phases of an unhealthy backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ class Ladder:
         self.healthy_since: float | None = None
         self._failures = 0
         self._stalls = 0
+        self._silent = False  # it did not answer the last load poll
+        self._proving = False  # it lost a request and has not run a token since
         self._suspect = False  # a hard failure waits for its probe
         self._port_retry_left = True
         self._launched_at = 0.0
@@ -94,6 +104,11 @@ class Ladder:
     def is_loading(self) -> bool:
         return self.status == "starting" and self.phase != "queued"
 
+    @property
+    def _can_lose_requests(self) -> bool:
+        """What is lost while it is silent or under proof already belongs to the same fault."""
+        return self.status in ("healthy", "unhealthy") and not self._silent and not self._proving
+
     def next_tick(self, now: float) -> float | None:
         """When `Tick` is wanted; None = only events matter."""
         if self._drain_until is not None:
@@ -106,14 +121,19 @@ class Ladder:
             return self.healthy_since + ENGINE_BUDGET_REFILL_S
         return self._retry_at
 
+    def retire(self) -> None:
+        """The backend is wanted no more: it takes no requests, and `stop` follows."""
+        self.status, self.phase, self.healthy_since = "draining", "", None
+        self._drain_until = self._retry_at = None
+
     def stop(self) -> None:
-        """The node ends; nothing follows."""
+        """Nothing follows."""
         self.status, self.phase, self.healthy_since = "stopped", "", None
         self._drain_until = self._retry_at = None
 
     def on(self, event: Event, now: float, in_flight: int = 0) -> list[Effect]:
         """What to do about `event`; `in_flight` requests are running in the backend."""
-        if self.status == "stopped":
+        if self.status in ("draining", "stopped"):
             return []
         match event:
             case GateOpened() if self.status == "starting" and self.phase == "queued":
@@ -136,24 +156,36 @@ class Ladder:
             case WarmUpFailed(why) if self.is_loading:
                 return self._give_up(why, now, 0)
             case ProbeOk():
-                self._suspect, self._failures = False, 0
-                if self.status == "unhealthy":
-                    self._become_healthy(now)
+                self._suspect = False
+                if self._silent and self.status == "unhealthy":
+                    return self._strike("/health is answered and /slots is not", now, in_flight)
+                self._failures = 0
+                self._recover(now)
             case ProbeFailed(why) if self.status in ("healthy", "unhealthy"):
                 return self._strike(why, now, in_flight)
             case HardFailure(why) if self.status in ("healthy", "unhealthy"):
                 self._suspect = True
                 return [ProbeNow()]
-            case Stalled() if self.status in ("healthy", "unhealthy"):
-                self._stalls += 1
-                if self._stalls >= ENGINE_STALLS_MAX:
-                    # Nobody waits for what is in flight: it stands still as well.
-                    return self._give_up(f"{self._stalls} requests in a row got no answer", now, 0)
-                return [ProbeNow()]
+            case Silent(why) if self.status in ("healthy", "unhealthy"):
+                self._silent = True
+                self._leave_routing(SILENT, why)
+            case Heard() if self._silent:
+                self._silent, self._failures = False, 0
+                self._recover(now)
+            case Stalled() if self._can_lose_requests:
+                return self._lost_a_request(now)
+            case Proved() if self._proving:
+                self._proving = False
+                self._recover(now)
+            case ProofFailed(why) if self._proving:
+                # Nobody waits for what is in flight: it stands still as well.
+                return self._give_up(f"it lost a request, and then: {why}", now, 0)
             case WrongCards(why) if self.status in ("healthy", "unhealthy"):
                 return self._give_up(why, now, in_flight)
             case Succeeded():
                 self._stalls = 0
+                self._proving = False
+                self._recover(now)
             case _:
                 pass
         return []
@@ -163,6 +195,7 @@ class Ladder:
         self.status, self.phase = "starting", "loading"
         self._launched_at = now
         self._failures = self._stalls = 0
+        self._silent = self._proving = False
         self._suspect = self._leaving = self._moving = False
         self._drain_until = self._retry_at = None
         return [Spawn()]
@@ -173,9 +206,31 @@ class Ladder:
         self._failures = 0
         self._port_retry_left = True
 
+    def _recover(self, now: float) -> None:
+        """Back to routing, once nothing speaks against it any more."""
+        if self.status != "unhealthy":
+            return
+        if self._failures == 0 and not self._silent and not self._proving:
+            self._become_healthy(now)
+        else:
+            self.phase = SILENT if self._silent else PROVING if self._proving else ""
+
+    def _leave_routing(self, phase: str, why: str) -> None:
+        self.status, self.phase, self.reason, self.healthy_since = "unhealthy", phase, why, None
+
+    def _lost_a_request(self, now: float) -> list[Effect]:
+        self._stalls += 1
+        if self._stalls >= ENGINE_STALLS_MAX:
+            return self._give_up(f"{self._stalls} requests in a row got no answer", now, 0)
+        self._proving = True
+        self._leave_routing(PROVING, "it took a request and did not begin it")
+        return [Prove()]
+
     def _strike(self, why: str, now: float, in_flight: int) -> list[Effect]:
         self._failures += 1
-        self.status, self.reason, self.healthy_since = "unhealthy", why, None
+        self._leave_routing(SILENT if self._silent else PROVING if self._proving else "", why)
+        if self._silent:
+            in_flight = 0  # nobody waits for what stands still as well
         if self._suspect:
             return self._give_up(f"it broke connections, and then: {why}", now, in_flight)
         if self._failures >= self._rules.max_failures:

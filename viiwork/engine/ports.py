@@ -1,4 +1,4 @@
-"""What the operating system knows: free ports, who listens on one, an engine's processes and memory."""
+"""What the operating system knows: free ports, who listens on one, what an engine's processes use."""
 
 from __future__ import annotations
 
@@ -80,6 +80,17 @@ def _accepts(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def cpu_seconds(pid: int | None) -> float | None:
+    """CPU time a process has used so far, None when there is no such process."""
+    if pid is None:
+        return None
+    try:
+        used = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return None
+    return used.user + used.system
 
 
 def tree_rss(leader: int) -> int | None:

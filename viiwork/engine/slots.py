@@ -13,7 +13,6 @@ from viiwork.errors import EngineError, KvError
 from viiwork.limits import ENGINE_ANSWER_MAX_BYTES, ENGINE_SLOTS_MAX
 
 T = TypeVar("T")
-
 # The engine's own rule, checked here because it answers a broken one with a bare 400.
 _BAD_FILENAME = re.compile(r'[\x00-\x1f\x7f/\\:*?"<>|]|\.\.|^\.$|^ | $|\.$')
 
@@ -163,10 +162,14 @@ class SlotsClient:
         none.
         """
         self._check_slot(slot)
+        await self.run_one_token(slot, timeout_s)
+
+    async def run_one_token(self, slot: int, timeout_s: float) -> None:
+        """As `warm_up`; `ENGINE_CHOOSES` takes any idle slot."""
         body = {"prompt": "a", "n_predict": 1, "id_slot": slot, "stream": False}
         status, answer = await self._ask("POST", "/completion", body, timeout_s)
         if status not in (200, 400, 501):
-            raise EngineError(f"the warm-up of slot {slot} failed: {status} {_message(answer)}")
+            raise EngineError(f"one token in slot {slot} failed: {status} {_message(answer)}")
 
     async def save(self, slot: int, filename: str, timeout_s: float) -> SaveDone:
         """Write `slot` to `filename` in the backend's folder. Raises `KvError`."""

@@ -12,8 +12,8 @@ class BackendView:
 
     id: str  # "<model>/<index>"
     model: str
-    status: str  # starting | healthy | unhealthy | respawn | dead | stopped
-    phase: str  # queued | loading | warming up | ""
+    status: str  # starting | healthy | unhealthy | respawn | dead | draining | stopped
+    phase: str  # queued | loading | warming up | silent | proving | waiting | ""
     pid: int | None
     url: str | None  # while a process is there
     epoch: int  # spawns so far; a new epoch means nothing is held in its slots
@@ -30,3 +30,4 @@ class BackendView:
     reason: str  # one line why it is not healthy, "" when it is
     save_dir: Path | None
     embedded: bool
+    engine: str  # as in the config

@@ -54,7 +54,8 @@ class Membership:
     """Owner of the member table.
 
     `on_event` hears everything that happens to other members, in order, and conflicts of any name once a
-    minute. `on_fatal` is called once if this node must give up its name. Both run on the event loop.
+    minute. `on_fatal` is called once if this node must give up its name. `on_message` gets what members sent
+    with `send`; the name of the sender is what it claims. All run on the event loop.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Membership:
         *,
         on_event: Callable[[MemberEvent], None],
         on_fatal: Callable[[MeshError], None] | None = None,
+        on_message: Callable[[str, bytes], None] | None = None,
         port_owner: Callable[[int, str], str | None] | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -70,6 +72,7 @@ class Membership:
         self._id = identity
         self._on_event = on_event
         self._on_fatal = on_fatal
+        self._on_message = on_message
         self._port_owner = port_owner
         self._now = now
         self._sleep = sleep
@@ -136,6 +139,17 @@ class Membership:
                 await cluster.leave(LEAVE_TIMEOUT_S)
         finally:
             await cluster.close()
+
+    async def send(self, name: str, data: bytes) -> None:
+        """Send a member at most 64 KiB, the first byte for their kind; nothing tells whether they came."""
+        if self._cluster is not None:
+            try:
+                await self._cluster.send(name, data)
+            except kinship.MessageTooLarge:
+                raise  # our own bug
+            except (kinship.KinshipError, OSError) as error:
+                # It may have left in this moment; whoever sends repeats what matters.
+                log.debug("message to %s: %s", name, error)
 
     def members(self) -> list[Member]:
         """This node first, then the others by name; departed ones for 24 h."""
@@ -229,12 +243,23 @@ class Membership:
                         self._depart(m.name, "left")
                     case kinship.NameConflict(member=m, other_addr=other):
                         self._conflict(m, other)
+                    case kinship.UserMessage(sender=m, data=data):
+                        self._hear(m.name, data)
                     case kinship.EventsLost():
                         self._resync(cluster)
         except Exception as error:
             # Whatever it was, nobody would hear of a change any more: better to stop than to go on blind.
             log.exception("membership stopped")
             self._die(MeshError(f"membership stopped: {one_line(str(error) or type(error).__name__)}"))
+
+    def _hear(self, name: str, data: bytes) -> None:
+        """Pass a message on, if it is of a member of ours."""
+        if self._on_message is None or name not in self._members:
+            return
+        try:
+            self._on_message(name, data)
+        except Exception:  # a listener's bug must not end membership for everybody else
+            log.exception("a listener failed on a message of %s", name)
 
     def _see(self, raw: kinship.Member, kind: EventKind) -> None:
         """Take over what gossip says of a present member, unless it is not one of ours."""

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from viiwork.core.addresses import is_loopback
+from viiwork.core.cross_origin import is_loopback_host
 from viiwork.errors import Forbidden, Unauthorized
 from viiwork.limits import CLAIM_LOG_MAX
 from viiwork.mesh.notices import Repeats, one_line
@@ -14,6 +16,8 @@ from viiwork.mesh.values import Member, canonical_ip
 from viiwork.wire.signature import FORWARDED, SIGNER, Verifier
 
 log = logging.getLogger(__name__)
+
+_PROXIED = ("X-Forwarded-For", "Forwarded", "X-Real-Ip", "Via")
 
 
 class MeshOrigins:
@@ -61,6 +65,30 @@ class MeshOrigins:
         """Node that sent a request only nodes may send; raises Unauthorized or Forbidden."""
         return self._prove(headers.get(SIGNER, ""), method, path_qs, headers, body, remote_ip)
 
+    def control(
+        self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
+    ) -> str:
+        """Who makes a control write: whoever holds the secret, else only somebody on this very machine.
+
+        Raises Unauthorized or Forbidden. A web page is refused although it runs here: its requests carry
+        an `Origin`, or (a foreign name made to resolve to this machine) a foreign `Host`.
+        """
+        if self._verifier is None:
+            reason = _not_from_here(headers, remote_ip)
+            if reason:
+                raise Forbidden(f"an open mesh takes changes only from the node's own machine: {reason}")
+            return "this machine"
+        verdict = self._verifier.verify(
+            method, path_qs, headers, body, now_unix_s=self._unix_now(), now=self._now()
+        )
+        if not verdict.ok:
+            if self._claims.is_due(f"control {remote_ip}", self._now()):
+                log.warning("control.refused remote=%s: %s", one_line(remote_ip), verdict.reason)
+            raise Unauthorized(
+                f"the mesh has a secret, and this change is not signed with it: {verdict.reason}"
+            )
+        return one_line(verdict.signer)
+
     @property
     def source_ip(self) -> str:
         """Where connections to peers must come from, "" = anywhere."""
@@ -95,6 +123,18 @@ class MeshOrigins:
         if member is None or member.addr != _plain_ip(remote_ip):
             raise Forbidden(f"{one_line(claimed)!r} is no member at {one_line(remote_ip)}")
         return member.name
+
+
+def _not_from_here(headers: Mapping[str, str], remote_ip: str) -> str:
+    """Why a request may not be one of this machine's own; "" if nothing speaks against it."""
+    if not is_loopback(remote_ip):
+        return f"it came from {one_line(remote_ip)}"
+    if headers.get("Origin") is not None:
+        return "a web page sent it"
+    if any(headers.get(name) is not None for name in _PROXIED):
+        return "a proxy passed it on"
+    host = headers.get("Host", "")
+    return "" if is_loopback_host(host) else f"it was sent to {one_line(host)[:100]!r}, not to 127.0.0.1"
 
 
 def _plain_ip(text: str) -> str:

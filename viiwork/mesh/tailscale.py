@@ -26,6 +26,7 @@ class _Device(msgspec.Struct, frozen=True):
 class _Status(msgspec.Struct, frozen=True):
     BackendState: str = ""
     Self: _Device | None = None
+    MagicDNSSuffix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,15 @@ async def tailnet_self(socket_path: str = DEFAULT_SOCKET) -> TailnetSelf:
         f"cannot reach tailscaled at {' or '.join(paths)}; start Tailscale, mount its socket, "
         "or set mesh.network: lan"
     ) from unreachable
+
+
+async def tailnet_suffix(socket_path: str = DEFAULT_SOCKET) -> str | None:
+    """The names in this tailnet end with it; None while tailscaled cannot say."""
+    try:
+        status = msgspec.json.decode(await _status(socket_path), type=_Status)
+    except (OSError, TimeoutError, aiohttp.ClientError, NoOwnAddress, msgspec.DecodeError, RecursionError):
+        return None
+    return status.MagicDNSSuffix.strip(".") or None
 
 
 def parse_status(body: bytes) -> TailnetSelf:

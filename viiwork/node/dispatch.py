@@ -8,20 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import random
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
 
 from viiwork.config.model import RoutingSection
+from viiwork.core.capacity import Perf
+from viiwork.core.choice import Choice, Policy, Question
 from viiwork.core.peers import PeerTable
 from viiwork.core.queue import Waiter, WaitQueue
-from viiwork.core.router import Decision, Forward, Local, LocalUnslotted, Refuse, View, Wait, choose
+from viiwork.core.receipts import Receipts, Step
+from viiwork.core.router import (
+    Decided,
+    Forward,
+    Local,
+    LocalUnslotted,
+    Refuse,
+    Terms,
+    View,
+    Wait,
+    choose,
+)
+from viiwork.core.score import Speeds
 from viiwork.core.sessions import Binding, SessionTable
 from viiwork.core.slots import SlotRef, SlotTable
 from viiwork.core.stalls import Running
-from viiwork.core.turn import Ask, Grant, Outcome
-from viiwork.errors import AllRoutesRefused, QueueTimeout, ShuttingDown
-from viiwork.limits import RETRIED_REQUESTS_MAX
+from viiwork.core.turn import Ask, Grant, Held, Outcome
+from viiwork.errors import AllRoutesRefused, NoFreeSlot, QueueFull, QueueTimeout, ShuttingDown, ViiworkError
+from viiwork.limits import FULL_ANSWERS_MAX, QUEUE_LATE_S, RETRIED_REQUESTS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +46,23 @@ WAKE_TICK_S = 0.25  # how soon a waiter notices what no event announces: a repor
 
 Prepare = Callable[[Grant], Awaitable[None]]
 Ended = Callable[[Grant, Outcome, Binding | None], None]
+Decides = Callable[[str, Question, Choice], None]  # with the request's id
+
+
+def wall_ms() -> int:
+    """The wall clock, in milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+class Tried(NamedTuple):
+    """What earlier tries of a request have cost."""
+
+    waited_s: float = 0.0  # of its queue budget
+    n_full: int = 0  # nodes that had room by their report and none when the request came
+
+
+UNTRIED = Tried()
+OUT_OF_TIME_S = 1e9  # waited for longer than any budget: nothing is held out for
 
 
 class Dispatcher:
@@ -41,24 +75,36 @@ class Dispatcher:
         *,
         prepare: Prepare,
         on_end: Ended,
+        on_decided: Decides = lambda request_id, question, choice: None,
         clock: Callable[[], float] = time.monotonic,
-        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        wall_ms: Callable[[], int] = wall_ms,
+        draw: Callable[[], float] = random.random,
     ) -> None:
+        """`on_decided` hears each choice between nodes; `draw` gives random numbers from 0 to 1."""
         self.slots = SlotTable()
         self.sessions = SessionTable()
         self.peers = PeerTable(routing.stale_after)
         self.queue = WaitQueue(routing.queue_max)
-        self._view = View(me, self.slots, self.sessions, self.peers)
+        self.speeds = Speeds()
+        self.receipts = Receipts()
+        self.policy = Policy(performance=routing.performance)
+        self._view = View(
+            me, self.slots, self.sessions, self.peers, self.policy, self._held, self.speeds.perf
+        )
+        self._sizes, self._failures = self._view.sizes, self._view.failures
         self._me = me
         self._routing = routing
         self._prepare = prepare
         self._on_end = on_end
+        self._on_decided = on_decided
         self._clock = clock
         self._wall_ms = wall_ms
+        self._draw = draw
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
-        self._waited_s: OrderedDict[str, float] = OrderedDict()  # of requests that may be tried again
+        self._tried: OrderedDict[str, Tried] = OrderedDict()  # requests that may be tried again
         self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
+        self._forwarded: dict[int, Grant] = {}  # number -> what runs at a peer
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -68,25 +114,30 @@ class Dispatcher:
     # -- api.ports.Dispatcher ------------------------------------------------------------------------
     async def acquire(self, ask: Ask, exclude: Collection[str] = ()) -> Grant:
         """See `api.ports.Dispatcher.acquire`."""
+        try:
+            return await self._acquire(ask, exclude)
+        except ViiworkError as error:
+            self.receipts.refused(ask, f"{error.code}: {error}")
+            raise
+
+    async def _acquire(self, ask: Ask, exclude: Collection[str]) -> Grant:
         waited_s = await self._until_saved(ask) if ask.session is not None and self._saving else 0.0
         if self._draining:
             raise ShuttingDown(f"{self._me} is shutting down")
         if exclude and ask.forwarded_by is not None:
             raise AllRoutesRefused(f"{self._me} failed to run the forward")  # its entry node tries elsewhere
         now = self._clock()
-        decision = choose(self._view, ask, now, exclude)
-        if exclude and (isinstance(decision, Wait) or len(exclude) > self._routing.forward_retry):
-            if len(exclude) > self._routing.forward_retry + 1:
+        tried = self._tried.get(ask.request_id, UNTRIED)
+        if tried.n_full >= FULL_ANSWERS_MAX:
+            raise QueueTimeout(f"{tried.n_full} times the free slots for {ask.model!r} were taken on the way")
+        decided = self._choose(ask, now, tried.waited_s, exclude)
+        n_failed = len(exclude) - tried.n_full  # a node that is merely full costs no try
+        if exclude and (isinstance(decided.decision, Wait) or n_failed > self._routing.forward_retry):
+            if n_failed > self._routing.forward_retry + 1:
                 raise AllRoutesRefused(f"every node that serves {ask.model!r} refused the request")
             # One last try with nobody excluded: a node that refused may have room again by now.
-            decision = choose(self._view, ask, now)
-        match decision:
-            case Refuse():
-                raise decision.error(decision.message)
-            case Wait():
-                grant = await self._wait(ask, decision)
-            case _:
-                grant = self._grant(ask, decision, now)
+            decided = self._choose(ask, now, tried.waited_s)
+        grant = await self._carry_out(ask, decided, now)
         grant.queued_s += waited_s
         if ask.session is not None and grant.lease and not grant.is_forward:
             try:
@@ -95,6 +146,28 @@ class Dispatcher:
                 self.finish(grant, Outcome("client_gone"))
                 raise
         return grant
+
+    async def _carry_out(self, ask: Ask, decided: Decided, now: float) -> Grant:
+        decision = decided.decision
+        if isinstance(decision, Refuse):
+            raise decision.error(decision.message)
+        if not isinstance(decision, Wait):
+            return self._grant(ask, decided, now)
+        try:
+            return await self._wait(ask, decided)
+        except QueueFull:
+            if decision.hold_ms == math.inf:
+                raise
+        # Others wait here already; a node that would only be slower takes it at once.
+        decided = self._choose(ask, now, OUT_OF_TIME_S)
+        if isinstance(decided.decision, (Wait, Refuse)):
+            raise QueueFull(f"{ask.model}: all slots are busy and {self._routing.queue_max} requests wait")
+        return self._grant(ask, decided, now)
+
+    def _choose(self, ask: Ask, now: float, waited_s: float, exclude: Collection[str] = ()) -> Decided:
+        budget_ms = max(self._routing.queue_timeout - waited_s, 0.0) * 1000
+        terms = Terms(now, waited_s * 1000, budget_ms, (self._draw(), self._draw()))
+        return choose(self._view, ask, terms, exclude)
 
     def finish(self, grant: Grant, outcome: Outcome) -> None:
         """See `api.ports.Dispatcher.finish`."""
@@ -105,9 +178,11 @@ class Dispatcher:
         if self._granted == 0:
             self._idle.set()
         if outcome.result in ("refused", "unreachable", "stalled"):
-            self._remember_wait(grant)
+            self._remember(grant, outcome)
         else:
-            self._waited_s.pop(grant.ask.request_id, None)
+            self._tried.pop(grant.ask.request_id, None)
+        self._learn(grant, outcome)
+        self.receipts.ended(grant, outcome)
         binding = (
             self._finish_forward(grant, outcome) if grant.is_forward else self._finish_local(grant, outcome)
         )
@@ -115,6 +190,10 @@ class Dispatcher:
         self.wake()
 
     # -- the rest of the node ------------------------------------------------------------------------
+    def perf(self, model: str) -> Perf | None:
+        """The measured speed of a model here, as peers may hear it."""
+        return self.speeds.perf(model, self._clock()) if self.policy.performance else None
+
     def take_idle_slot(self, ref: SlotRef) -> int | None:
         """Lease a slot for kv_share's own work, if nobody holds it."""
         if not self.slots.is_free(ref):
@@ -128,6 +207,17 @@ class Dispatcher:
         for grant, since in self._in_slots.values():
             yield Running(grant.ask.request_id, grant.backend, since, grant.answered)
 
+    def lost_forwards(self, silent_s: float) -> list[str]:
+        """Ids of unanswered requests at peers that left, or have not reported for so long."""
+        now = self._clock()
+        lost = []
+        for grant in self._forwarded.values():
+            if not grant.answered:
+                age_s = self.peers.silent_s(grant.node, now)
+                if age_s is None or age_s >= silent_s:
+                    lost.append(grant.ask.request_id)
+        return lost
+
     def give_back(self, lease: int) -> None:
         """End such a lease; once."""
         self.slots.release(lease)
@@ -140,28 +230,45 @@ class Dispatcher:
         if not self._waiting:
             return
         now = self._clock()
+        full: set[str] = set()  # models nobody has room for: what holds for one waiter holds for all
 
-        def decide(ask: Ask) -> Decision | None:
-            decision = choose(self._view, ask, now)
-            return None if isinstance(decision, Wait) else decision
+        def decide(waiter: Waiter) -> Decided | None:
+            ask = waiter.ask
+            if now > waiter.deadline + QUEUE_LATE_S:
+                return Decided(Refuse(QueueTimeout, f"no slot for {ask.model!r} became free in time"))
+            if ask.needs_slot and ask.model in full:
+                return None
+            decided = self._choose(ask, now, waiter.waited_s(now))
+            if not isinstance(decided.decision, Wait):
+                return decided
+            if decided.decision.full:
+                full.add(ask.model)
+            return None
 
-        ready: Iterator[tuple[Waiter, Decision]] = self.queue.runnable(decide)
-        for waiter, decision in ready:
+        for waiter, decided in self.queue.runnable(decide):
             future = self._waiting.pop(waiter, None)
             if future is None or future.done():
                 continue  # gave up in this very moment
-            if isinstance(decision, Refuse):
-                future.set_exception(decision.error(decision.message))
+            if isinstance(decided.decision, Refuse):
+                future.set_exception(decided.decision.error(decided.decision.message))
                 continue
-            grant = self._grant(waiter.ask, decision, now)
-            grant.queued_s += now - waiter.since
-            future.set_result(grant)
+            future.set_result(self._grant(waiter.ask, decided, now, waiter.waited_s(now)))
 
     async def wake_regularly(self) -> None:
         """Run for the node's life."""
         while True:
             await asyncio.sleep(WAKE_TICK_S)
             self.wake()
+
+    def knows(self, model: str) -> bool:
+        """Is it a model of this node or of a member, served at the moment or not?"""
+        return self.slots.serves(model) or self.peers.knows(model)
+
+    def is_served(self, model: str) -> bool:
+        """Does anybody healthy serve it, however full?"""
+        if self.slots.any_routable(model) is not None:
+            return True
+        return any(True for _ in self.peers.serving(model, self._clock()))
 
     def drain(self) -> None:
         """Take no more requests; those under way may end."""
@@ -181,8 +288,9 @@ class Dispatcher:
         await self._idle.wait()
 
     # -- granting ------------------------------------------------------------------------------------
-    def _grant(self, ask: Ask, decision: Decision, now: float) -> Grant:
-        match decision:
+    def _grant(self, ask: Ask, decided: Decided, now: float, waited_s: float | None = None) -> Grant:
+        """Take the place decided on; `waited_s` of the queue budget is used up."""
+        match decided.decision:
             case Local(ref):
                 lease = self.slots.lease(ref)
                 key = (ask.session, ask.model) if ask.session is not None else None
@@ -192,15 +300,36 @@ class Dispatcher:
                 self._in_slots[lease] = grant, now
             case LocalUnslotted(backend):
                 grant = Grant(ask, self._me, self.slots.url(backend), backend)
-            case Forward(node):
+            case Forward(node, wait_ms):
                 number = self.peers.forward_started(node, ask.model, now)
-                grant = Grant(ask, node, self.peers.url(node), lease=number)
+                grant = Grant(ask, node, self.peers.url(node), lease=number, wait_ms=wait_ms)
+                self._forwarded[number] = grant
             case _:
-                raise TypeError(f"not a place: {decision}")
-        grant.queued_s = self._waited_s.get(ask.request_id, 0.0)
+                raise TypeError(f"not a place: {decided.decision}")
+        if waited_s is None:
+            waited_s = self._tried.get(ask.request_id, UNTRIED).waited_s
+        grant.queued_s = waited_s
+        if self._failures:
+            self._failures.granted(grant.node, ask.model, now)
+        step = self._noted(ask, decided, now)
+        step.node, step.backend, step.queued_ms = grant.node, grant.backend, waited_s * 1000
         self._granted += 1
         self._idle.clear()
         return grant
+
+    def _noted(self, ask: Ask, decided: Decided, now: float) -> Step:
+        """Put a decision on record."""
+        _, question, choice = decided
+        if question is not None and choice is not None:
+            self._on_decided(ask.request_id, question, choice)
+        return self.receipts.add(ask, now, self._wall_ms(), question, choice)
+
+    def _held(self, ask: Ask) -> Mapping[str, Held]:
+        """What is known to hold some of the ask's prompt: the session's last home."""
+        binding = self.sessions.get((ask.session, ask.model)) if ask.session is not None else None
+        if binding is None or not binding.node:
+            return {}
+        return {binding.node: Held(max(binding.n_tokens, 1), "slot")}
 
     async def _until_saved(self, ask: Ask) -> float:
         """Wait while kv_share saves the session's own slot; the answer is for how long, in seconds.
@@ -217,12 +346,19 @@ class Dispatcher:
         await saved.wait()
         return self._clock() - since
 
-    async def _wait(self, ask: Ask, decision: Wait) -> Grant:
-        now = self._clock()
-        budget_s = max(self._routing.queue_timeout - self._waited_s.get(ask.request_id, 0.0), 0.0)
-        waiter = self.queue.enter(ask, now, budget_s)
-        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+    async def _wait(self, ask: Ask, decided: Decided) -> Grant:
+        now, loop = self._clock(), asyncio.get_running_loop()
+        earlier_s = self._tried.get(ask.request_id, UNTRIED).waited_s
+        budget_s = max(self._routing.queue_timeout - earlier_s, 0.0)
+        if ask.forwarded_by is not None:
+            budget_s = min(budget_s, ask.wait_ms / 1000)
+        waiter = self.queue.enter(ask, now, budget_s, earlier_s)
+        future: asyncio.Future[Grant] = loop.create_future()
         self._waiting[waiter] = future
+        self._noted(ask, decided, now)
+        # Another node may be taken from a certain moment on, which no event announces.
+        hold_ms = decided.decision.hold_ms if isinstance(decided.decision, Wait) else math.inf
+        timer = loop.call_later(hold_ms / 1000, self.wake) if hold_ms < math.inf else None
         try:
             await asyncio.wait((future,), timeout=budget_s)
             if future.done():
@@ -233,31 +369,72 @@ class Dispatcher:
                 self.finish(future.result(), Outcome("client_gone"))
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             self._waiting.pop(waiter, None)
             self.queue.leave(waiter)
             future.cancel()
-        self._waited_s.pop(ask.request_id, None)
-        still = choose(self._view, ask, self._clock())
-        if isinstance(still, Wait) and not still.served:
-            raise AllRoutesRefused(f"no healthy backend serves {ask.model!r} at the moment")
-        raise QueueTimeout(f"no slot for {ask.model!r} became free within {budget_s:.0f} s")
+        self._tried.pop(ask.request_id, None)
+        return self._in_time(ask, waiter)
 
-    def _remember_wait(self, grant: Grant) -> None:
-        self._waited_s[grant.ask.request_id] = grant.queued_s
-        while len(self._waited_s) > RETRIED_REQUESTS_MAX:
-            self._waited_s.popitem(last=False)
+    def _in_time(self, ask: Ask, waiter: Waiter) -> Grant:
+        """What a request is granted whose queue time has just run out, while it held out for one node."""
+        now = self._clock()
+        still = self._choose(ask, now, OUT_OF_TIME_S)
+        if not isinstance(still.decision, (Wait, Refuse)) and now <= waiter.deadline + QUEUE_LATE_S:
+            return self._grant(ask, still, now, waiter.waited_s(now))
+        if ask.forwarded_by is not None:
+            raise NoFreeSlot(f"no slot for {ask.model!r} became free within {ask.wait_ms} ms")
+        if isinstance(still.decision, Wait) and not still.decision.served:
+            raise AllRoutesRefused(f"no healthy backend serves {ask.model!r} at the moment")
+        raise QueueTimeout(
+            f"no slot for {ask.model!r} became free within {waiter.deadline - waiter.since:.0f} s"
+        )
+
+    def _remember(self, grant: Grant, outcome: Outcome) -> None:
+        """Of a request that may be tried again: its queue time, here and at a peer that let it wait."""
+        known = self._tried.get(grant.ask.request_id, UNTRIED)
+        at_peer_s = outcome.duration_s if grant.wait_ms and outcome.result == "refused" else 0.0
+        n_full = known.n_full + (outcome.result == "refused" and outcome.status == 429)
+        self._tried[grant.ask.request_id] = Tried(grant.queued_s + at_peer_s, n_full)
+        while len(self._tried) > RETRIED_REQUESTS_MAX:
+            self._tried.popitem(last=False)
 
     # -- giving back ---------------------------------------------------------------------------------
+    def _learn(self, grant: Grant, outcome: Outcome) -> None:
+        """What a request's end tells about its node's speed and health, and about the size of prompts."""
+        ask, now = grant.ask, self._clock()
+        node, model, result = grant.node, ask.model, outcome.result
+        if result == "done" and outcome.status == 200:
+            if self._failures and self._failures.succeeded(node, model):
+                log.info("route.recovered node=%s model=%s", node, model)
+            usage = outcome.usage
+            if not ask.needs_slot or usage is None:
+                return
+            self._sizes.learn(model, ask.body_bytes, usage)
+            ttft_s, prefilled = outcome.ttft_s, usage.prefilled
+            if not grant.is_forward and outcome.streamed and ttft_s is not None and prefilled is not None:
+                self.speeds.sample(model, ttft_s, prefilled, now)
+            return
+        # An engine that refuses while its slots are free, or a peer that says more than "full", is not well.
+        refusal = result == "refused" and not (grant.is_forward and outcome.status == 429)
+        is_fault = result in ("unreachable", "stalled", "broken") or outcome.status >= 500
+        if (is_fault or refusal) and result != "client_gone" and self._failures.failed(node, model, now):
+            log.warning("route.failing node=%s model=%s: others come first for a while", node, model)
+
     def _finish_forward(self, grant: Grant, outcome: Outcome) -> Binding | None:
         model, now = grant.ask.model, self._clock()
         if outcome.result in ("refused", "unreachable", "stalled"):
             # Marked before the forward ends, or the wake would hand the same peer out again.
             self.peers.refused(grant.node, model, now)
         self.peers.forward_ended(grant.node, grant.lease)
+        del self._forwarded[grant.lease]
         if outcome.result == "done" and outcome.status == 200 and grant.ask.session is not None:
             self.turns += 1
             key = (grant.ask.session, model)
-            self.sessions.ran_elsewhere(key, grant.node, self.sessions.next_generation(key, self._wall_ms()))
+            total = outcome.usage.total if outcome.usage is not None else None
+            generation = self.sessions.next_generation(key, self._wall_ms())
+            self.sessions.ran_elsewhere(key, grant.node, generation, total or 0)
         return None
 
     def _finish_local(self, grant: Grant, outcome: Outcome) -> Binding | None:

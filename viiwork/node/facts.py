@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
-from viiwork.config.model import Config
+from viiwork.config.model import Config, ModelSection
 from viiwork.core.capacity import CapacityReport, FleetModel, KvIdentity, ModelCapacity, fleet_capacity
-from viiwork.engine.supervisor import BackendView
+from viiwork.engine.supervisor import BackendView, Supervisor
 from viiwork.limits import MIB
+from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
 from viiwork.version import VERSION
 from viiwork.wire.capacity import encode_report, fleet_json
 
 Sections = Callable[[], dict[str, Any]]
+
+
+class _Listed(NamedTuple):
+    """What a client may ask for by name."""
+
+    name: str
+    ctx: int | None  # None when no node with slots says so
+    target: str | None = None  # of an alias
 
 
 class NodeFacts:
@@ -29,7 +38,8 @@ class NodeFacts:
         config: Config,
         dispatcher: Dispatcher,
         *,
-        backends: Callable[[], Sequence[BackendView]],
+        aliases: Aliases,
+        supervisor: Supervisor,
         addr: Callable[[], str],
         kv_identity: Callable[[str], KvIdentity | None],
         sections: dict[str, Sections],
@@ -39,7 +49,8 @@ class NodeFacts:
         self._node_id = node_id
         self._config = config
         self._dispatcher = dispatcher
-        self._backends = backends
+        self._aliases = aliases
+        self._supervisor = supervisor
         self._addr = addr
         self._kv_identity = kv_identity
         self._sections = sections
@@ -47,9 +58,10 @@ class NodeFacts:
 
     # -- api.ports.Facts -----------------------------------------------------------------------------
     def health(self) -> tuple[int, dict[str, Any]]:
-        backends = self._backends()
+        backends = self._supervisor.views()
         healthy = sum(b.status == "healthy" for b in backends)
-        ok = (healthy > 0 or not self._config.models) and not self._dispatcher.draining
+        expected = any(model.name not in self._supervisor.parked for model in self._supervisor.models)
+        ok = (healthy > 0 or not expected) and not self._dispatcher.draining
         body = {
             "status": "ok" if ok else "unhealthy",
             "version": VERSION,
@@ -61,14 +73,14 @@ class NodeFacts:
         return (200 if ok else 503), body
 
     def models(self) -> list[dict[str, Any]]:
-        own = {model.name for model in self._config.models}
+        own = {model.name for model in self._supervisor.models}
         found = []
-        for model in self._fleet():
-            entry: dict[str, Any] = {
-                "id": model.name,
-                "object": "model",
-                "owned_by": "local" if model.name in own else "peer",
-            }
+        for model in self._listed():
+            entry: dict[str, Any] = {"id": model.name, "object": "model"}
+            if model.target is not None:
+                entry |= {"owned_by": "alias", "target": model.target}
+            else:
+                entry["owned_by"] = "local" if model.name in own else "peer"
             if model.ctx is not None:
                 entry |= {"max_model_len": model.ctx, "context_length": model.ctx}
             found.append(entry)
@@ -76,7 +88,7 @@ class NodeFacts:
 
     def model_info(self) -> list[dict[str, Any]]:
         found = []
-        for model in self._fleet():
+        for model in self._listed():
             info: dict[str, Any] = {"mode": "chat", "supports_function_calling": True}
             if model.ctx is not None:
                 info["max_input_tokens"] = model.ctx
@@ -89,7 +101,15 @@ class NodeFacts:
         return encode_report(self.report())
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
-        return fleet_json(self.name, VERSION, self._config.routing.stale_after, self._fleet(model))
+        resolved_from: str | None = None
+        meaning = self._aliases.meaning(model) if model is not None else None
+        if meaning is not None and meaning.model is not None:
+            resolved_from, model = model, meaning.model
+        stale_after_s = self._config.routing.stale_after
+        return fleet_json(self.name, VERSION, stale_after_s, self._fleet(model), resolved_from)
+
+    def model_for(self, name: str) -> str | None:
+        return self._aliases.model_for(name)
 
     def status(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
@@ -117,41 +137,53 @@ class NodeFacts:
     # -- values --------------------------------------------------------------------------------------
     def report(self) -> CapacityReport:
         """What peers may know of this node's room: healthy backends only."""
-        by_model: dict[str, list[BackendView]] = {model.name: [] for model in self._config.models}
-        for view in self._backends():
-            by_model.setdefault(view.model, []).append(view)
+        views = self._supervisor.views()
+        models = self._supervisor.models
         return CapacityReport(
-            self.name, VERSION, tuple(self._capacity(name, views) for name, views in by_model.items())
+            self.name,
+            VERSION,
+            tuple(self._capacity(model, [v for v in views if v.model == model.name]) for model in models),
+            self._aliases.digest,
         )
 
-    def _capacity(self, name: str, views: Sequence[BackendView]) -> ModelCapacity:
+    def _capacity(self, model: ModelSection, views: Sequence[BackendView]) -> ModelCapacity:
+        name = model.name
         healthy = [view for view in views if view.status == "healthy"]
-        configured = next((m.context for m in self._config.models if m.name == name), 0)
         return ModelCapacity(
             name=name,
-            engine="llamacpp",
+            engine=model.engine,
             slots=sum(view.n_slots for view in healthy),
             busy=sum(self._busy(view) for view in healthy),
             queued=self._dispatcher.queue.depth(name),
-            ctx=min((view.ctx for view in healthy), default=configured),
+            ctx=min((view.ctx for view in healthy), default=model.context),
             backends=len(views),
             healthy_backends=len(healthy),
             kv=self._kv_identity(name),
+            perf=self._dispatcher.perf(name),
         )
 
     def _busy(self, view: BackendView) -> int:
         return max(view.busy or 0, self._dispatcher.slots.in_flight(view.id))
 
     def _model_status(self, entry: ModelCapacity) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "name": entry.name,
             "engine": entry.engine,
             "slots": entry.slots,
             "busy": entry.busy,
             "queued": entry.queued,
             "ctx": entry.ctx,
-            "backends": [self._backend_status(v) for v in self._backends() if v.model == entry.name],
+            "backends": [self._backend_status(v) for v in self._supervisor.views() if v.model == entry.name],
         }
+        if entry.name in self._supervisor.parked:
+            body["parked"] = True
+        if entry.perf is not None:
+            body["perf"] = {
+                "overhead_ms": entry.perf.overhead_ms,
+                "prefill_ms_per_1k": entry.perf.prefill_ms_per_1k,
+                "samples": entry.perf.samples,
+            }
+        return body
 
     def _backend_status(self, view: BackendView) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -174,6 +206,19 @@ class NodeFacts:
             "last_lines": list(view.last_lines),
         }
         return body | {key: value for key, value in known.items() if value not in (None, "", [])}
+
+    def _listed(self) -> list[_Listed]:
+        """Models and aliases by name; an alias whose name a model bears is not one now."""
+        models = {m.name: _Listed(m.name, m.ctx) for m in self._fleet()}
+        aliases = {
+            alias["name"]: _Listed(
+                alias["name"],
+                models[alias["resolved"]].ctx if alias["resolved"] in models else None,
+                alias["target"],
+            )
+            for alias in self._aliases.listing()
+        }
+        return sorted((aliases | models).values())
 
     def _fleet(self, model: str | None = None) -> tuple[FleetModel, ...]:
         stale_after_s = self._config.routing.stale_after

@@ -9,6 +9,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from viiwork.config.model import ModelSection
+from viiwork.errors import ModelFileError
 from viiwork.host.gguf import Fingerprints
 
 # Operator args that change speed or looks and never a KV row; with a value each unless marked 0.
@@ -49,9 +50,16 @@ class StateFingerprints:
         self._models = {model.name: model for model in models}
         self._files = Fingerprints()
 
+    def configure(self, models: Sequence[ModelSection]) -> None:
+        """Other models are configured now."""
+        self._models = {model.name: model for model in models}
+
     async def of(self, model: str) -> bytes:
         """32 bytes for a configured model. Raises `ModelFileError` for a file that cannot be read."""
-        return await asyncio.to_thread(self._of, self._models[model])
+        section = self._models.get(model)
+        if section is None:
+            raise ModelFileError(f"{model} is configured no more")
+        return await asyncio.to_thread(self._of, section)
 
     def _of(self, model: ModelSection) -> bytes:
         parts = [self._files.fingerprint(Path(model.path))]

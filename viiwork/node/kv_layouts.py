@@ -122,6 +122,15 @@ class EngineLayouts:
         task = self._background.go(self._learn(view, view.save_dir, client))
         self._learning[view.id] = view.epoch, task
 
+    def removed(self, backend: str, model: str) -> None:
+        """The backend is gone for good; another one may come by its name."""
+        self._known.pop(backend, None)
+        _, task = self._learning.pop(backend, (0, None))
+        if task is not None:
+            task.cancel()
+        if not any(known.rpartition("/")[0] == model for known in self._learning):
+            self._why_not.pop(model, None)
+
     async def stop(self) -> None:
         await self._background.stop()
 

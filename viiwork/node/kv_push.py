@@ -62,6 +62,14 @@ class EngineGates:
     def of(self, backend: str) -> asyncio.Lock:
         return self._locks[backend]
 
+    def is_closed(self, backend: str) -> bool:
+        """Whether a save or restore runs there now."""
+        return backend in self._locks and self._locks[backend].locked()
+
+    def forget(self, backend: str) -> None:
+        """The backend is gone for good."""
+        self._locks.pop(backend, None)
+
 
 class Pusher:
     """Sends states; one push a session at a time, a newer turn following an unfinished push."""

@@ -50,7 +50,7 @@ class KvShare:
         self._stats = KvStats()
         self._replicas = ReplicaTable(KV_REPLICAS_MAX)
         self._layouts = EngineLayouts(worker, fingerprint, client_of, dispatcher)
-        gates = EngineGates()
+        gates = self._gates = EngineGates()
         self._pusher = Pusher(config, peers, dispatcher, self._layouts, worker, gates, self._stats)
         self._importer = Importer(
             peers.me, dispatcher, self._replicas, self._layouts, worker, gates, self._stats
@@ -90,6 +90,14 @@ class KvShare:
     def backend_changed(self, view: BackendView) -> None:
         if self._active:
             self._layouts.changed(view)
+
+    def backend_gone(self, backend: str, model: str) -> None:
+        self._gates.forget(backend)
+        self._layouts.removed(backend, model)
+
+    def occupies(self, backend: str) -> bool:
+        """Does a save or restore stop this engine now?"""
+        return self._gates.is_closed(backend)
 
     def worker_restarted(self) -> None:
         """A new worker holds no replicas."""

@@ -29,14 +29,3 @@ def machine_facts(config: Config) -> HostFacts:
         vendor=detect_vendor(config.gpu.vendor),
         weights_bytes=weights,
     )
-
-
-def cpu_seconds(pid: int | None) -> float | None:
-    """CPU time a process has used so far, None when there is no such process."""
-    if pid is None:
-        return None
-    try:
-        used = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return None
-    return used.user + used.system

@@ -18,8 +18,11 @@ from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.polls import CapacityPoller
 from viiwork.mesh.rejoin import Rejoiner, seeds
 from viiwork.mesh.values import Member, MemberEvent, split_host_port
+from viiwork.node.alias_gossip import AliasGossip
+from viiwork.node.aliases import Aliases
 from viiwork.node.dispatch import Dispatcher
 from viiwork.version import VERSION
+from viiwork.wire.aliases import MESSAGE_KIND
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class NodeMesh:
         client: PeerClient,
         dispatcher: Dispatcher,
         on_fatal: Callable[[MeshError], None],
+        aliases: Aliases,
     ) -> None:
         self._name = name
         self._config = loaded.config
@@ -47,6 +51,7 @@ class NodeMesh:
         self._poller = CapacityPoller(
             client, interval_s=self._config.mesh.capacity_poll, on_report=self._on_report
         )
+        self.aliases = AliasGossip(aliases, members=self._alive, send=self._send)
         self.addr = ""  # "" while the node looks for its own address
 
     async def start(self) -> None:
@@ -66,7 +71,11 @@ class NodeMesh:
             loopback_ok=own.loopback_ok,
         )
         membership = Membership(
-            identity, on_event=self._on_event, on_fatal=self._on_fatal, port_owner=port_owner
+            identity,
+            on_event=self._on_event,
+            on_fatal=self._on_fatal,
+            on_message=self._on_message,
+            port_owner=port_owner,
         )
         await membership.start()
         self._membership = membership
@@ -112,6 +121,18 @@ class NodeMesh:
             body["unreachable"] = failures
         return body
 
+    # -- messages ------------------------------------------------------------------------------------
+    def _alive(self) -> list[str]:
+        return [m.name for m in self.members()[1:] if m.state in ("alive", "suspect")]
+
+    async def _send(self, name: str, data: bytes) -> None:
+        if self._membership is not None:
+            await self._membership.send(name, data)
+
+    def _on_message(self, name: str, data: bytes) -> None:
+        if data[:1] == MESSAGE_KIND:  # other kinds are of later versions
+            self.aliases.message(name, data)
+
     # -- events --------------------------------------------------------------------------------------
     def _on_event(self, event: MemberEvent) -> None:
         member = event.member
@@ -119,6 +140,7 @@ class NodeMesh:
         if event.kind in ("dead", "left"):
             self._dispatcher.peers.remove(member.name)
             self._dispatcher.sessions.node_gone(member.name)
+            self.aliases.gone(member.name)
         elif member.role == "node" and event.kind != "conflict":
             self._dispatcher.peers.put(member.name, f"http://{member.api}")
         self._poller.on_member(event)
@@ -129,5 +151,6 @@ class NodeMesh:
     ) -> None:
         member = self.member(name)
         api = member.api if member is not None else ""
+        self.aliases.reported(name, report.aliases)
         self._dispatcher.peers.reported(name, PeerReport(report, requested_at, received_at, rtt_s, api))
         self._dispatcher.wake()

@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import socket
 import time
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import aiohttp
+import msgspec
 
+from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
+from viiwork.api.park import Park
+from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
+from viiwork.config.model import Config
+from viiwork.core.choice import Choice, Question
 from viiwork.core.sessions import Binding
 from viiwork.core.stalls import StallWatch
 from viiwork.core.turn import Grant, Outcome
+from viiwork.engine.ladder import SILENT
+from viiwork.engine.ports import cpu_seconds
 from viiwork.engine.slots import SlotsClient
-from viiwork.engine.supervisor import BackendView, Supervisor
+from viiwork.engine.supervisor import BackendView, HostFacts, Supervisor
 from viiwork.errors import MeshError, PortTaken
 from viiwork.host.gpus import card_pids
 from viiwork.host.network import port_owner
 from viiwork.kv.client import KvWorker
-from viiwork.limits import ENGINES_STOP_S, STALL_LOOK_S, STALL_S
+from viiwork.limits import ENGINES_STOP_S, SILENT_S, STALL_LOOK_S, STALL_S
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
-from viiwork.node.dispatch import Dispatcher
+from viiwork.mesh.tailscale import tailnet_suffix
+from viiwork.node.alias_store import AliasStore
+from viiwork.node.aliases import Aliases
+from viiwork.node.dispatch import Dispatcher, wall_ms
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
-from viiwork.node.machine import cpu_seconds, machine_facts
+from viiwork.node.machine import machine_facts
 from viiwork.node.mesh import NodeMesh
+from viiwork.node.park import Parking
 from viiwork.node.paths import Folders, open_folders
+from viiwork.node.perf import PerfFile
+from viiwork.node.reload import Reloader
+from viiwork.node.trace import TraceFile
+from viiwork.node.web_pages import WebPages
 from viiwork.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -46,6 +64,7 @@ class Node:
     def __init__(self, loaded: LoadedConfig) -> None:
         self._loaded = loaded
         self._config = loaded.config
+        self._reloader = Reloader(loaded, os.environ, self._apply_models)
         self.name = loaded.config.node.name or socket.gethostname()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()  # a second signal: wait for nothing
@@ -67,27 +86,31 @@ class Node:
             ending.push_async_callback(self._engine_http.close)
             await self._peer_client.start()
             ending.push_async_callback(self._peer_client.stop)
-            ending.push_async_callback(self._supervisor.stop, ENGINES_STOP_S)
+            ending.push_async_callback(self._stop_engines)
             ending.push_async_callback(self._kv.stop)
             ending.push_async_callback(self._stop_api)
             api_socket = self._bind_api()
             host, port = await self._api.listen("", 0, sock=api_socket)
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
-            facts = await asyncio.to_thread(machine_facts, self._config)
-            for model in self._config.models:
-                if model.gpus and facts.vendor == "none":
-                    log.warning(
-                        "%s: no GPU tool found here, gpus %s may not be there", model.name, model.gpus
-                    )
+            facts = await self._machine_facts(self._config)
+            await self._perf.configured(self._config.models)
+            ending.push_async_callback(self._perf.save, now=True)
             await self._supervisor.start(facts, partial(card_pids, facts.vendor))
             ending.push_async_callback(self._drain)
             ending.push_async_callback(self._mesh.leave)
             tasks = [
                 asyncio.create_task(self._join_mesh(), name="mesh"),
+                asyncio.create_task(self._mesh.aliases.run(), name="aliases"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
                 asyncio.create_task(self._watch_stalls(), name="stalls"),
+                asyncio.create_task(self._reloader.run(), name="reload"),
+                asyncio.create_task(self._pages.follow_tailnet(), name="pages"),
+                asyncio.create_task(self._perf.run(), name="perf"),
             ]
+            if self._trace is not None:
+                ending.push_async_callback(self._trace.flush)
+                tasks.append(asyncio.create_task(self._trace.run(), name="trace"))
             for task in tasks:
                 task.add_done_callback(self._task_ended)
                 ending.push_async_callback(_cancel, task)
@@ -99,8 +122,9 @@ class Node:
     # -- building ------------------------------------------------------------------------------------
     def _build(self, folders: Folders) -> None:
         config, secret = self._config, self._loaded.secrets
+        alias_store = AliasStore.open(folders.state, wall_ms())  # first: it may end the start
         keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
-        hidden = frozenset((config.mesh.secret_env, config.mesh.secret_prev_env))
+        hidden = _hidden_env(self._loaded)
         self._engine_http = aiohttp.ClientSession(
             # llama.cpp closes idle connections after 5 s; a POST must not meet a closed one.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
@@ -108,8 +132,16 @@ class Node:
             trust_env=False,
         )
         self._dispatcher = Dispatcher(
-            self.name, config.routing, prepare=self._prepare, on_end=self._turn_ended
+            self.name,
+            config.routing,
+            prepare=self._prepare,
+            on_end=self._turn_ended,
+            on_decided=self._decided,
         )
+        policy = self._dispatcher.policy
+        trace = config.routing.trace
+        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
+        self._perf = PerfFile(folders.state, self._dispatcher.speeds, wall_s=time.time)
         self._supervisor = Supervisor(
             config.models,
             health=config.health,
@@ -118,12 +150,25 @@ class Node:
             hidden_env=hidden,
             in_flight=self._dispatcher.slots.in_flight,
             on_change=self._backend_changed,
+            occupied=lambda backend: self._kv.occupies(backend),
+            on_gone=self._backend_gone,
+            api_keys=self._loaded.api_keys,
         )
+        for model in config.models:
+            self._dispatcher.slots.add_model(model.name)  # before its first backend has loaded
         self._peer_client = PeerClient(self.name, keys)
+        aliases = Aliases(
+            self.name,
+            alias_store,
+            known=self._dispatcher.knows,
+            served=self._dispatcher.is_served,
+            on_write=lambda name, entry: self._mesh.aliases.written(name, entry),
+        )
         self._mesh = NodeMesh(
-            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal
+            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal, aliases
         )
         origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
+        self._fingerprints = StateFingerprints(config.models)
         worker = KvWorker(
             folders.replicas or folders.run / "replicas",
             int(config.kv_share.memory),
@@ -137,7 +182,7 @@ class Node:
             keys,
             origins,
             self._dispatcher,
-            StateFingerprints(config.models).of,
+            self._fingerprints.of,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
         )
         self._facts = NodeFacts(
@@ -145,12 +190,27 @@ class Node:
             f"viiwork-{secrets.token_hex(8)}",
             config,
             self._dispatcher,
-            backends=self._supervisor.views,
+            aliases=aliases,
+            supervisor=self._supervisor,
             addr=lambda: self._mesh.addr,
             kv_identity=self._kv.identity,
             sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
         )
-        self._api = ApiServer(self._dispatcher, origins, self._facts, self._kv.receiver)
+        self._pages = WebPages(config, tailnet_suffix)
+        self._api = ApiServer(
+            self._dispatcher,
+            origins,
+            self._facts,
+            self._kv.receiver,
+            [
+                *AliasApi(aliases).routes(),
+                *Park(Parking(self.name, self._supervisor)).routes(),
+                *Why(self.name, self._dispatcher.receipts, policy).routes(),
+            ],
+            external=self._supervisor.external,
+            allows_origin=self._pages.allows,
+        )
+        self._stalls = StallWatch(STALL_S, SILENT_S)
         self._epochs: dict[str, int] = {}
         self._told: set[str] = set()  # backends whose context was looked at since they started
 
@@ -172,6 +232,10 @@ class Node:
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
 
+    def _decided(self, request_id: str, question: Question, choice: Choice) -> None:
+        if self._trace is not None:
+            self._trace.add(request_id, question, choice)
+
     def _turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
         if not grant.is_forward:
             match outcome.result:
@@ -185,14 +249,16 @@ class Node:
 
     async def _watch_stalls(self) -> None:
         """Give up requests an engine has lost, so that they run elsewhere and the engine is replaced."""
-        watch = StallWatch(STALL_S)
         while True:
             await asyncio.sleep(STALL_LOOK_S)
             now = time.monotonic()
             for view in self._supervisor.views():
-                watch.looked(view.id, view.busy, cpu_seconds(view.pid), now)
-            for request_id in watch.lost(self._dispatcher.running(), now):
-                self._api.inference.abandon(request_id, "its engine took it and is idle")
+                silent = view.phase == SILENT
+                self._stalls.looked(view.id, view.busy, cpu_seconds(view.pid), silent, now)
+            for request_id in self._stalls.lost(self._dispatcher.running(), now):
+                self._api.inference.abandon(request_id, "its engine took it and stands still")
+            for request_id in self._dispatcher.lost_forwards(STALL_S):
+                self._api.inference.abandon(request_id, "its node left, or has fallen silent")
 
     def _backend_changed(self, view: BackendView) -> None:
         if self._epochs.get(view.id) != view.epoch:
@@ -201,7 +267,7 @@ class Node:
             self._told.discard(view.id)
         if view.status == "healthy" and view.id not in self._told:
             self._told.add(view.id)
-            wanted = next(m.context for m in self._config.models if m.name == view.model)
+            wanted = next((m.context for m in self._supervisor.models if m.name == view.model), 0)
             if view.ctx < wanted:
                 log.warning(
                     "backend.context %s: %d tokens a slot, not the configured %d", view.id, view.ctx, wanted
@@ -215,6 +281,38 @@ class Node:
         )
         self._kv.backend_changed(view)
         self._dispatcher.wake()
+
+    def _backend_gone(self, backend: str, model: str) -> None:
+        """Parked, reconfigured or removed: another one may come by its name."""
+        self._epochs.pop(backend, None)
+        self._told.discard(backend)
+        self._stalls.forget(backend)
+        self._dispatcher.sessions.engine_restarted(backend)
+        self._dispatcher.slots.remove_backend(backend)
+        if not any(known.name == model for known in self._supervisor.models):
+            self._dispatcher.slots.remove_model(model)
+        self._kv.backend_gone(backend, model)
+        self._dispatcher.wake()
+
+    async def _apply_models(self, loaded: LoadedConfig) -> None:
+        """The models of a reloaded config; all else of it waits for a restart."""
+        before = {model.name for model in self._supervisor.models}
+        models = loaded.config.models
+        facts = await self._machine_facts(msgspec.structs.replace(self._config, models=models))
+        self._fingerprints.configure(models)
+        self._supervisor.apply(models, facts=facts, hidden_env=_hidden_env(loaded), api_keys=loaded.api_keys)
+        for name in before.difference(model.name for model in models):
+            self._dispatcher.slots.remove_model(name)
+        for model in models:
+            self._dispatcher.slots.add_model(model.name)
+        self._dispatcher.wake()  # those who wait for a model that is gone are told
+
+    async def _machine_facts(self, config: Config) -> HostFacts:
+        facts = await asyncio.to_thread(machine_facts, config)
+        for model in config.models:
+            if model.gpus and facts.vendor == "none":
+                log.warning("%s: no GPU tool found here, gpus %s may not be there", model.name, model.gpus)
+        return facts
 
     def _worker_lost(self) -> None:
         self._kv.worker_restarted()
@@ -243,7 +341,8 @@ class Node:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal)
         # The default action of SIGHUP would end the node, and a supervisor would call that a clean stop.
-        loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("config.unchanged: restart to reload it"))
+        loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came before is heard now
 
     def _on_stop_signal(self) -> None:
         if self._stopping.is_set():
@@ -262,8 +361,27 @@ class Node:
         idle.cancel()
         hurry.cancel()
 
+    async def _stop_engines(self) -> None:
+        """A second signal, also one that comes meanwhile, ends their grace."""
+        log.info("engines.stopping")
+        stopping = asyncio.ensure_future(
+            self._supervisor.stop(0.0 if self._hurry.is_set() else ENGINES_STOP_S)
+        )
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not stopping.done():
+            await self._supervisor.stop(0.0)
+        await stopping
+
     async def _stop_api(self) -> None:
         await self._api.stop(0.0 if self._hurry.is_set() else 1.0)
+
+
+def _hidden_env(loaded: LoadedConfig) -> frozenset[str]:
+    """Variables no engine may inherit."""
+    mesh = loaded.config.mesh
+    return frozenset((mesh.secret_env, mesh.secret_prev_env, *loaded.api_keys))
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -147,14 +147,21 @@ def _kv_value(kv: _Kv) -> KvIdentity:
     return KvIdentity(kv.model_fp, kv.state, kv.cache_type_k, kv.cache_type_v, kv.v_trans, kv.n_ctx)
 
 
-def fleet_json(view: str, ver: str, stale_after_s: float, models: Iterable[FleetModel]) -> dict[str, object]:
-    """Body of `/v1/fleet/capacity`; a stale host has an age and no numbers, for absent is not zero."""
+def fleet_json(
+    view: str, ver: str, stale_after_s: float, models: Iterable[FleetModel], resolved_from: str | None = None
+) -> dict[str, object]:
+    """Body of `/v1/fleet/capacity`; a stale host has an age and no numbers, for absent is not zero.
+
+    `resolved_from` is the alias that was asked for.
+    """
     body: dict[str, object] = {"view": view}
     if ver:
         body["ver"] = ver
     seconds = float(stale_after_s)  # the config has a type of its own for them, which nobody can encode
     body["stale_after_s"] = int(seconds) if seconds.is_integer() else seconds
     body["models"] = [_fleet_model_json(m) for m in models]
+    if resolved_from is not None:
+        body["resolved_from"] = resolved_from
     return body
 
 

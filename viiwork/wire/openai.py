@@ -1,4 +1,4 @@
-"""What a request body and its headers say about routing; and the one change made to a body."""
+"""What a request body and its headers say about routing; and the two changes made to a body."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from viiwork.errors import RequestError
 from viiwork.limits import MODEL_NAME_MAX_CHARS, SESSION_KEY_MAX_BYTES
+from viiwork.native.span import offset_in
 
 SESSION_HEADERS = ("X-Session-Affinity", "X-Session-Id")  # the first one that says something counts
 KV_SHARE_HEADER = "X-Viiwork-Kv-Share"
@@ -49,7 +50,12 @@ class _Wanted(msgspec.Struct):
     n: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Named(msgspec.Struct):
+    model: msgspec.Raw
+
+
 _decode = msgspec.json.Decoder(_Wanted).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
 
 
 def peek(path: str, headers: Mapping[str, str], body: bytes) -> Peek:
@@ -94,6 +100,17 @@ def pin(body: bytes, slot: int) -> bytes:
     """
     end = body.rindex(b"}")
     return b'%b,"id_slot":%d%b' % (body[:end], slot, body[end:])
+
+
+def name_model(body: bytes, model: str) -> bytes:
+    """`body` with another model in place of the one that counts; all other bytes unchanged.
+
+    `body` is one that `peek` has read. Of equal keys only the last is changed, the one that `peek` and every
+    engine obeys. A second `model` at the end would do for most of them, but some refuse an equal key.
+    """
+    value = _decode_named(body).model  # a view of the body: its place is the value's place
+    at = offset_in(body, value)
+    return b"%b%b%b" % (body[:at], msgspec.json.encode(model), body[at + len(memoryview(value)) :])
 
 
 def error_body(message: str, error_type: str, code: str) -> dict[str, Any]:

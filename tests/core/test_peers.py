@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport
+from viiwork.core.peers import PeerTable
+
+
+def report(asked_at: float, **free: int) -> PeerReport:
+    models = tuple(ModelCapacity(m, slots=n, backends=1, healthy_backends=1) for m, n in free.items())
+    return PeerReport(CapacityReport("b", "1", models), asked_at, asked_at)
+
+
+def free(table: PeerTable, model: str, now: float) -> int | None:
+    return next((offer.free for offer in table.offers(model, now) if offer.node == "b"), None)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("report"), st.integers(0, 4), st.integers(0, 3)),
+        st.tuples(st.just("start"), st.sampled_from("mn"), st.just(0)),
+        st.tuples(st.just("end"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("refuse"), st.sampled_from("mn"), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(steps)
+def test_free_slots_are_the_reports_less_the_forwards_begun_since_it_was_asked_for(steps):
+    table, now = PeerTable(1e9), 0.0
+    table.put("b", "http://b")
+    last, open_forwards, refused_at = None, {}, {}
+    for kind, what, late in steps:
+        now += 1.0
+        if kind == "report":
+            last = report(now - late - 0.5, m=what, n=4)  # asked for before the last `late` steps
+            table.reported("b", last)
+        elif kind == "start":
+            open_forwards[table.forward_started("b", what, now)] = (what, now)
+        elif kind == "end" and open_forwards:
+            number = list(open_forwards)[what % len(open_forwards)]
+            del open_forwards[number]
+            assert table.forward_ended("b", number) and not table.forward_ended("b", number)
+        elif kind == "refuse":
+            table.refused("b", what, now)
+            refused_at[what] = now
+        if last is None:
+            assert free(table, "m", now) is None
+            continue
+        for model, slots in (("m", last.report.models[0].slots), ("n", 4)):
+            # What an older report left standing is settled once a report was asked for after it.
+            asked = last.requested_at
+            ours = sum(m == model and at > asked for m, at in open_forwards.values())
+            refused_at = {m: at for m, at in refused_at.items() if at >= asked}
+            assert free(table, model, now) == (0 if model in refused_at else max(slots - ours, 0))
+        assert table.open_forwards == len(open_forwards)
+
+
+def test_a_model_a_peer_lists_no_longer_is_not_known_any_more():
+    table = PeerTable(3.0)
+    table.put("b", "http://b")
+    table.reported("b", report(1.0, m=1, n=1))
+    assert table.knows("m") and table.lists("b", "m") and not table.lists("c", "m")
+    table.reported("b", report(2.0, n=1))
+    assert not table.knows("m") and table.knows("n")
+    table.remove("b")
+    assert not table.knows("n") and table.offers("n", 2.0) == [] and table.silent_s("b", 2.0) is None
+
+
+def test_a_peer_that_left_and_came_back_has_none_of_its_old_forwards():
+    table = PeerTable(3.0)
+    table.put("b", "http://b")
+    number = table.forward_started("b", "m", 1.0)
+    table.remove("b")
+    table.put("b", "http://b")
+    assert not table.forward_ended("b", number) and table.open_forwards == 0

@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def offset_in(whole: Buffer, part: Buffer) -> int: ...
