@@ -36,14 +36,22 @@ class WaitQueue:
         return len(self._queues.get(model, ()))
 
     def enter(self, ask: Ask, now: float, wait_s: float, earlier_s: float = 0.0) -> Waiter:
-        """Join the end of the model's queue. Raises `QueueFull`."""
+        """Join the model's queue behind all that have waited as long. Raises `QueueFull`.
+
+        A request that was here before (`earlier_s`) gets its place back, also when others came meanwhile and
+        took the last one: losing a race for a slot must not cost it the wait. At most the forwards that were
+        granted from this queue are on top of the limit.
+        """
         queue = self._queues.setdefault(ask.model, {})
-        if len(queue) >= self._limit:
+        if len(queue) >= self._limit and not earlier_s:
             if not queue:
                 del self._queues[ask.model]
             raise QueueFull(f"{ask.model}: all slots are busy and {self._limit} requests wait already")
         waiter = Waiter(ask, now, now + wait_s, earlier_s)
         queue[waiter] = None
+        if earlier_s:
+            for younger in [other for other in queue if other.waited_s(now) < earlier_s]:
+                queue[younger] = queue.pop(younger)
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
