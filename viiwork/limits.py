@@ -49,6 +49,22 @@ ALIAS_SETTING_MAX_BYTES = 700  # its models; a write with all else stays under 1
 ALIAS_VER_MAX = 1 << 53  # a whole number in every JSON reader; also bounds time stamps
 ALIAS_CLOCK_SKEW_MS = 86_400_000  # a write from further ahead would keep every later one out
 ALIAS_TOMBSTONE_KEPT_MS = 30 * 86_400_000  # a node that was off for longer brings removed aliases back
+SESSION_FIELD_MAX_BYTES = 64 * KIB  # a longer `metadata` or `prompt_cache_key` names no session
+CHAIN_LINKS_MAX = 64  # links of one request: a turn adds a few messages; 64 are 6 KiB and 0.1 ms of hashing
+SESSION_HALF_LIFE_S = (
+    300.0  # an idle session's odds of coming back halve; agents' tools take seconds to minutes
+)
+RAM_MISSES_MAX = 3  # sessions in a row an engine's RAM cache did not give back before it is believed no more
+RAM_DEFAULT_MIB = 8192  # llama.cpp's own size of that cache
+RAM_TOKEN_BYTES = (
+    128 * KIB
+)  # of a state whose layout is not known: 8B models and larger ones with few KV heads
+CONVERSATION_TIPS_MAX = 8  # turns of a conversation an edit may go back to; 100 B each, 3 MiB in all
+HOLDINGS_MAX = 256  # conversations a node tells of; 500 B each in memory, 128 KiB a member
+HOLDINGS_ASK_S = 0.1  # for peers to say what they hold; reading an unknown conversation anew takes seconds
+HOLDINGS_MAX_BYTES = 32 * KIB  # of them in one capacity report; sent only when they changed
+PROMPT_BYTES_PER_TOKEN = 4  # of text, code and markup alike, where nothing was measured
+CHAIN_BLOCK_BYTES = KIB  # of a prompt without messages: 62 blocks back is more than a turn adds
 
 # -- routing ---------------------------------------------------------------------------------------
 BAND_DEFAULT = 1.25  # hosts this close to the best TTFT are equals; 1.0 would herd all requests onto one

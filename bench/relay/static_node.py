@@ -45,7 +45,7 @@ class StaticNode:
     def model_info(self) -> list[dict[str, Any]]:
         return []
 
-    def capacity(self) -> bytes:
+    def capacity(self, holdings_known: int | None) -> bytes:
         return b"{}"
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:

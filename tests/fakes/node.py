@@ -131,7 +131,7 @@ class FakeFacts:
     def model_info(self) -> list[dict[str, Any]]:
         return [{"model_name": name} for name in sorted(self.names)]
 
-    def capacity(self) -> bytes:
+    def capacity(self, holdings_known: int | None) -> bytes:
         return b'{"node":"a"}'
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from viiwork.core.capacity import CapacityReport, ModelCapacity
+from viiwork.core.holdings import Holding
 from viiwork.limits import CAPACITY_BODY_MAX_BYTES
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.polls import CapacityPoller
@@ -333,3 +334,77 @@ async def test_broken_http_is_a_failed_poll_and_the_next_one_is_asked(
         assert not heard.items
         assert not [r for r in caplog.records if r.exc_info]
         await poller.stop()
+
+
+HELD = (Holding("ab" * 16, "q", "cd" * 8, "", 100, "slot", 5, "q/0"),)
+
+
+async def test_holdings_are_told_once_and_kept_while_they_do_not_change(poller, heard, serve):
+    asked = []
+
+    async def answer(request):
+        asked.append(request.query.get("holdings"))
+        rev = 7 if len(asked) < 4 else 8
+        told = None if request.query.get("holdings") == str(rev) else HELD * (rev - 7)
+        if rev == 7 and told is not None:
+            told = HELD
+        return web.Response(body=encode_report(CapacityReport("b", holdings_rev=rev, holdings=told)))
+
+    told(poller, "joined", await serve(answer))
+    await heard.until(lambda _: len(heard.items) >= 5)
+    assert asked[:5] == [None, "7", "7", "7", "8"]
+    assert [item[1].holdings for item in heard.items[:5]] == [HELD] * 5
+    assert heard.items[1][1].holdings is heard.items[0][1].holdings
+
+
+async def test_a_list_left_out_for_another_revision_than_the_known_one_is_unknown(poller, heard, serve):
+    n = 0
+
+    async def answer(request):
+        nonlocal n
+        n += 1
+        held = HELD if n == 1 else None
+        return web.Response(body=encode_report(CapacityReport("b", holdings_rev=n, holdings=held)))
+
+    told(poller, "joined", await serve(answer))
+    await heard.until(lambda _: len(heard.items) >= 3)
+    assert [item[1].holdings for item in heard.items[:3]] == [HELD, None, None]
+
+
+async def test_who_asks_now_gets_answers_to_questions_put_after_that(heard, serve, make_member):
+    n = 0
+
+    async def answer(request):
+        nonlocal n
+        n += 1
+        return web.Response(body=report("b", busy=n))
+
+    peer = PeerClient("a")
+    await peer.start()
+    p = CapacityPoller(peer, interval_s=60.0, on_report=heard)
+    try:
+        told(p, "joined", await serve(answer))
+        await heard.until(lambda _: len(heard.items) == 1)
+        await p.ask_now(30.0)
+        assert [item[1].models[0].busy for item in heard.items] == [1, 2]
+        await asyncio.gather(p.ask_now(30.0), p.ask_now(30.0))
+        assert n == 3
+    finally:
+        await p.stop()
+        await peer.stop()
+
+
+async def test_asking_now_does_not_wait_for_a_hung_member(heard, serve):
+    async def hang(request):
+        await asyncio.Event().wait()
+
+    peer = PeerClient("a")
+    await peer.start()
+    p = CapacityPoller(peer, interval_s=60.0, on_report=heard)
+    try:
+        told(p, "joined", await serve(hang))
+        await p.ask_now(0.01)
+        assert heard.items == []
+    finally:
+        await p.stop()
+        await peer.stop()

@@ -18,8 +18,9 @@ from viiwork.core.capacity import (
     Perf,
     fleet_capacity,
 )
+from viiwork.core.holdings import Holding
 from viiwork.errors import BadReport
-from viiwork.limits import CAPACITY_BODY_MAX_BYTES, CAPACITY_MODELS_MAX
+from viiwork.limits import CAPACITY_BODY_MAX_BYTES, CAPACITY_MODELS_MAX, HOLDINGS_MAX, HOLDINGS_MAX_BYTES
 from viiwork.wire.capacity import decode_report, encode_report, fleet_json
 
 KV = KvIdentity("abc", "4", "f16", "q8_0", v_trans=True, n_ctx=4096)
@@ -235,3 +236,66 @@ def test_half_a_speed_or_one_without_a_rate_counts_as_not_measured(speed: str):
     counts = '"slots":1,"busy":0,"backends":1,"healthy_backends":1'
     text = f'{{"node":"a","models":[{{"name":"m",{counts},{speed}}}]}}'
     assert decode_report(text.encode()).models[0].perf is None
+
+
+SESSION, LINK = "ab" * 16, "cd" * 8
+HOLDINGS = (
+    Holding(SESSION, "qwen", LINK, LINK, 5000, "slot", 30, "qwen/0"),
+    Holding("00" * 16, "other", "", "", 0, "ram", 20, "other/1"),
+    Holding("11" * 16, "qwen", LINK, "", 7, "replica", 10),
+)
+
+
+def test_what_a_node_holds_comes_back_with_its_revision():
+    told = CapacityReport("a", "1", holdings_rev=17, holdings=HOLDINGS)
+    assert decode_report(encode_report(told)) == told
+
+
+def test_no_list_of_holdings_is_not_an_empty_one():
+    silent, empty = CapacityReport("a", holdings_rev=17), CapacityReport("a", holdings_rev=17, holdings=())
+    assert decode_report(encode_report(silent)).holdings is None
+    assert decode_report(encode_report(empty)).holdings == ()
+    assert decode_report(body()).holdings_rev == 0
+
+
+def test_the_list_stays_within_its_size_and_loses_the_oldest():
+    name = "m" * 512
+    many = tuple(
+        Holding(f"{n:032x}", name, LINK, LINK, 2**31 - 1, "replica", 2**63 - 1 - n, name[:250])
+        for n in range(HOLDINGS_MAX)
+    )
+    told = encode_report(CapacityReport("a", "1", holdings_rev=1, holdings=many))
+    assert len(told) < HOLDINGS_MAX_BYTES + 200
+    assert decode_report(told).holdings == many[: len(decode_report(told).holdings or ())]
+    usual = tuple(
+        Holding(f"{n:032x}", "qwen", LINK, LINK, 32768, "slot", 1_764_000_000_000 - n, "")
+        for n in range(HOLDINGS_MAX)
+    )
+    assert decode_report(encode_report(CapacityReport("a", holdings_rev=1, holdings=usual))).holdings == usual
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [],
+        ["x" * 32, LINK, "", 1, "slot", 1],
+        [SESSION, "xx", "", 1, "slot", 1],
+        [SESSION, LINK, "", -1, "slot", 1],
+        [SESSION, LINK, "", 1, "elsewhere", 1],
+        [SESSION, LINK, "", 1, "slot", 2**63],
+        [SESSION, LINK, "", 1, "slot", 1, "\x1b[2J"],
+        [SESSION, LINK, "", 1, "slot", 1, 7],
+        {"session": SESSION},
+    ],
+)
+def test_a_holding_that_cannot_be_one_refuses_the_report(entry):
+    raw = json.dumps({"node": "a", "holdings_rev": 1, "holdings": {"qwen": [entry]}}).encode()
+    with pytest.raises(BadReport):
+        decode_report(raw)
+
+
+def test_more_holdings_than_a_node_may_tell_of_refuse_the_report():
+    entry = [SESSION, LINK, "", 1, "slot", 1]
+    for lists in ({"m": [entry] * (HOLDINGS_MAX + 1)}, {"m": [entry] * HOLDINGS_MAX, "n": [entry]}):
+        with pytest.raises(BadReport):
+            decode_report(json.dumps({"node": "a", "holdings": lists}).encode())

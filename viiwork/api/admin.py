@@ -48,7 +48,9 @@ class Admin:
         return json_answer(200, {"data": self._facts.model_info()})
 
     async def capacity(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        return json_answer(200, self._facts.capacity())
+        known = request.query.get("holdings", "")
+        rev = int(known) if known.isascii() and known.isdigit() and len(known) < 20 else None
+        return json_answer(200, self._facts.capacity(rev))
 
     async def fleet_capacity(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         return json_answer(200, self._facts.fleet_capacity(request.query.get("model") or None))

@@ -46,6 +46,7 @@ from viiwork.limits import (
     REFUSAL_DRAIN_S,
     ROUTE_ATTEMPTS_MAX,
 )
+from viiwork.wire.conversation import SESSION_HEADER, forwarded_session
 from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
 from viiwork.wire.placement import (
     ANYWHERE,
@@ -184,7 +185,9 @@ class Inference:
         ask = Ask(
             request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
             model=wanted.model,
-            session=wanted.session,
+            session=forwarded_session(headers) if entry is not None else None,
+            session_key=wanted.session_key,
+            chain=wanted.chain,
             pin=place.pin,
             prefer=place.prefer,
             kv_share=wanted.kv_share,
@@ -289,6 +292,8 @@ class Inference:
             address = address._replace(source_ip=self._origins.source_ip)
             proof = self._origins.forward_headers("POST", path_qs, body)
             proof[REQUEST_HEADER] = grant.ask.request_id
+            if grant.ask.session is not None:
+                proof[SESSION_HEADER] = grant.ask.session
             if grant.wait_ms:
                 proof[WAIT_HEADER] = str(grant.wait_ms)
         elif (external := self._external(grant.backend)) is not None:

@@ -65,8 +65,8 @@ class Facts(Protocol):
 
     def model_info(self) -> list[dict[str, Any]]: ...
 
-    def capacity(self) -> bytes:
-        """Body of `/v1/capacity`."""
+    def capacity(self, holdings_known: int | None) -> bytes:
+        """Body of `/v1/capacity`; without the list of holdings when its revision is the known one."""
         ...
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:

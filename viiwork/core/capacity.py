@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from viiwork.core.holdings import Holding
+
 
 @dataclass(frozen=True, slots=True)
 class KvIdentity:
@@ -69,6 +71,8 @@ class CapacityReport:
     ver: str = ""
     models: tuple[ModelCapacity, ...] = ()
     aliases: str = ""  # digest of the node's alias table, "" = does not say
+    holdings_rev: int = 0  # differs when the holdings do, 0 = does not say
+    holdings: tuple[Holding, ...] | None = None  # the newest first; None = not told, which is not "none"
 
     def model(self, name: str) -> ModelCapacity | None:
         return next((m for m in self.models if m.name == name), None)

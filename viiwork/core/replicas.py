@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,8 @@ class Replica:
     n_bytes: int
     generation: int
     source: str
+    tip: str = ""  # last link of the turn that made it
+    scope: str = ""  # `holdings.scope_of` its client's key
 
 
 class ReplicaTable:
@@ -36,9 +38,13 @@ class ReplicaTable:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._replicas: OrderedDict[SessionKey, Replica] = OrderedDict()
+        self.revision = 0  # grows with every change
 
     def __len__(self) -> int:
         return len(self._replicas)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
 
     @property
     def n_bytes(self) -> int:
@@ -52,6 +58,7 @@ class ReplicaTable:
         known = self._replicas.get(replica.key)
         if known is not None and known.generation > replica.generation:
             return [replica]
+        self.revision += 1
         self._replicas[replica.key] = replica
         self._replicas.move_to_end(replica.key)
         dropped = [known] if known is not None and known.name != replica.name else []
@@ -64,10 +71,12 @@ class ReplicaTable:
         for key, replica in self._replicas.items():
             if replica.name == name:
                 del self._replicas[key]
+                self.revision += 1
                 return
 
     def clear(self) -> None:
         self._replicas.clear()
+        self.revision += 1
 
 
 def targets(

@@ -111,7 +111,7 @@ class View:
 def choose(view: View, ask: Ask, terms: Terms, exclude: Collection[str] = ()) -> Decided:
     """Decide where `ask` runs; nodes in `exclude` refused it already."""
     if ask.forwarded_by is not None:
-        return Decided(_admit_forward(view, ask))
+        return Decided(_admit_forward(view, ask, terms.now))
     here = view.slots.serves(ask.model)
     if not here and not view.peers.knows(ask.model):
         return Decided(Refuse(UnknownModel, f"no node of this mesh serves a model named {ask.model!r}"))
@@ -121,7 +121,7 @@ def choose(view: View, ask: Ask, terms: Terms, exclude: Collection[str] = ()) ->
     if not ask.needs_slot:
         return Decided(_unslotted(view, ask, question))
     choice = pick(view.policy, question)
-    return Decided(_place(view, ask, question, choice), question, choice)
+    return Decided(_place(view, ask, question, choice, terms.now), question, choice)
 
 
 def _question(view: View, ask: Ask, terms: Terms, exclude: Collection[str]) -> Question:
@@ -163,7 +163,7 @@ def _question(view: View, ask: Ask, terms: Terms, exclude: Collection[str]) -> Q
     )
 
 
-def _place(view: View, ask: Ask, question: Question, choice: Choice) -> Decision:
+def _place(view: View, ask: Ask, question: Question, choice: Choice, now: float) -> Decision:
     """The place on the chosen node."""
     if choice.node is None:
         return Wait(bool(question.candidates), full=_is_full(question))
@@ -171,7 +171,7 @@ def _place(view: View, ask: Ask, question: Question, choice: Choice) -> Decision
         return Forward(choice.node, math.ceil(choice.hold_ms))
     if choice.hold_ms > 0:
         return Wait(True, full=_is_full(question), hold_ms=choice.hold_ms)
-    ref = _free_slot(view, ask)
+    ref = view.sessions.best_slot(view.slots, ask, now)
     if ref is None:
         raise RuntimeError(f"{view.me} chose itself for {ask.model!r} without a free slot")
     return Local(ref)
@@ -196,7 +196,7 @@ def _unslotted(view: View, ask: Ask, question: Question) -> Decision:
     return LocalUnslotted(backend)
 
 
-def _admit_forward(view: View, ask: Ask) -> Decision:
+def _admit_forward(view: View, ask: Ask, now: float) -> Decision:
     """Run a forward here, let it wait as long as its entry node allows, or refuse it at once."""
     if not view.slots.serves(ask.model):
         return Refuse(NotServedHere, f"{view.me} does not serve {ask.model!r}")
@@ -205,25 +205,9 @@ def _admit_forward(view: View, ask: Ask) -> Decision:
         if backend is not None:
             return LocalUnslotted(backend)
     else:
-        ref = _free_slot(view, ask)
+        ref = view.sessions.best_slot(view.slots, ask, now)
         if ref is not None:
             return Local(ref)
         if ask.wait_ms > 0 and backend is not None:
             return Wait(True)
     return Refuse(NoFreeSlot, f"{view.me} has no free slot for {ask.model!r}")
-
-
-def _free_slot(view: View, ask: Ask) -> SlotRef | None:
-    """The session's own slot, else a slot that holds nobody's session, else the one idle longest."""
-    key = (ask.session, ask.model) if ask.session is not None else None
-    if key is not None:
-        binding = view.sessions.get(key)
-        if binding is not None and binding.ref is not None and view.slots.is_free(binding.ref):
-            return binding.ref
-
-    oldest: SlotRef | None = None
-    for ref in view.slots.free_slots(ask.model):
-        if view.sessions.occupant(ref) is None:
-            return ref
-        oldest = oldest or ref
-    return oldest

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 
@@ -36,6 +36,7 @@ class _Watch:
 
     member: Member
     kick: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[asyncio.Future[None]] = field(default_factory=list)  # done after the next poll
     task: asyncio.Task[None] | None = None
     report: PeerReport | None = None
     rtt_s: float | None = None
@@ -73,6 +74,16 @@ class CapacityPoller:
         """Last good report of each polled member, whatever its age."""
         return {name: w.report for name, w in self._watches.items() if w.report is not None}
 
+    async def ask_now(self, within_s: float) -> None:
+        """Poll everybody at once, and wait for the answers for so long."""
+        asked: list[asyncio.Future[None]] = []
+        for watch in self._watches.values():
+            asked.append(asyncio.get_running_loop().create_future())
+            watch.asked.append(asked[-1])
+            watch.kick.set()
+        if asked:
+            await asyncio.wait(asked, timeout=within_s)
+
     def failures(self) -> dict[str, str]:
         """Why the last poll of a member failed, for those where it did."""
         return {name: w.failure for name, w in self._watches.items() if w.failure}
@@ -109,11 +120,15 @@ class CapacityPoller:
     async def _poll_on(self, watch: _Watch) -> None:
         while True:
             watch.kick.clear()
+            asked, watch.asked = watch.asked, []
             started_at = self._now()
             try:
                 await self._poll(watch)
             except Exception:  # our own bug; the member must not stay unasked for ever
                 log.exception("polling %s failed", watch.member.name)
+            for waiting in asked:
+                if not waiting.done():
+                    waiting.set_result(None)
             wait_s = max(self._interval_s - (self._now() - started_at), 0.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -122,9 +137,12 @@ class CapacityPoller:
     async def _poll(self, watch: _Watch) -> None:
         member, requested_at = watch.member, self._now()
         try:
-            report = decode_report(await self._fetch(member))
+            last = watch.report.report if watch.report is not None else None
+            report = decode_report(await self._fetch(member, last))
             if report.node != member.name:
                 raise BadReport(f"{member.api} answers as {report.node!r}, not {member.name!r}")
+            if report.holdings is None and last is not None and report.holdings_rev == last.holdings_rev:
+                report = replace(report, holdings=last.holdings)  # not told again, for it did not change
         except (aiohttp.ClientError, OSError, TimeoutError, BadReport) as error:
             failure = one_line(str(error) or type(error).__name__)
             if failure != watch.failure:
@@ -142,8 +160,10 @@ class CapacityPoller:
         except Exception:  # a listener's bug must not end the polling
             log.exception("a listener failed on the report of %s", member.name)
 
-    async def _fetch(self, member: Member) -> bytes:
+    async def _fetch(self, member: Member, last: CapacityReport | None) -> bytes:
         url = f"http://{member.api}{CAPACITY_PATH}"
+        if last is not None and last.holdings is not None:
+            url += f"?holdings={last.holdings_rev}"
         async with self._peer.request("GET", url, timeout=self._timeout) as answer:
             if answer.status != 200:
                 raise BadReport(f"{member.api} answers {CAPACITY_PATH} with {answer.status}")

@@ -12,12 +12,13 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import NamedTuple
 
 from viiwork.config.model import RoutingSection
 from viiwork.core.capacity import Perf
 from viiwork.core.choice import Choice, Policy, Question
+from viiwork.core.holdings import scope_of
 from viiwork.core.peers import PeerTable
 from viiwork.core.queue import Waiter, WaitQueue
 from viiwork.core.receipts import Receipts, Step
@@ -33,12 +34,13 @@ from viiwork.core.router import (
     choose,
 )
 from viiwork.core.score import Speeds
-from viiwork.core.sessions import Binding, SessionTable
+from viiwork.core.sessions import Binding
 from viiwork.core.slots import SlotRef, SlotTable
 from viiwork.core.stalls import Running
-from viiwork.core.turn import Ask, Grant, Held, Outcome
+from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AllRoutesRefused, NoFreeSlot, QueueFull, QueueTimeout, ShuttingDown, ViiworkError
 from viiwork.limits import FULL_ANSWERS_MAX, QUEUE_LATE_S, RETRIED_REQUESTS_MAX
+from viiwork.node.sessions import NodeSessions
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Dispatcher:
         *,
         prepare: Prepare,
         on_end: Ended,
+        ask_peers: Callable[[], Awaitable[None]] | None = None,
         on_decided: Decides = lambda request_id, question, choice: None,
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = wall_ms,
@@ -82,20 +85,22 @@ class Dispatcher:
     ) -> None:
         """`on_decided` hears each choice between nodes; `draw` gives random numbers from 0 to 1."""
         self.slots = SlotTable()
-        self.sessions = SessionTable()
+        self.book = NodeSessions(me, wall_ms())
+        self.sessions = self.book.table
         self.peers = PeerTable(routing.stale_after)
         self.queue = WaitQueue(routing.queue_max)
         self.speeds = Speeds()
         self.receipts = Receipts()
         self.policy = Policy(performance=routing.performance)
         self._view = View(
-            me, self.slots, self.sessions, self.peers, self.policy, self._held, self.speeds.perf
+            me, self.slots, self.sessions, self.peers, self.policy, self.book.held, self.speeds.perf
         )
         self._sizes, self._failures = self._view.sizes, self._view.failures
         self._me = me
         self._routing = routing
         self._prepare = prepare
         self._on_end = on_end
+        self._ask_peers = ask_peers
         self._on_decided = on_decided
         self._clock = clock
         self._wall_ms = wall_ms
@@ -104,6 +109,7 @@ class Dispatcher:
         self._tried: OrderedDict[str, Tried] = OrderedDict()  # requests that may be tried again
         self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
+        self._before: dict[int, Binding] = {}  # lease -> where the session was when its turn began
         self._forwarded: dict[int, Grant] = {}  # number -> what runs at a peer
         self._draining = False
         self._idle = asyncio.Event()
@@ -114,10 +120,15 @@ class Dispatcher:
     # -- api.ports.Dispatcher ------------------------------------------------------------------------
     async def acquire(self, ask: Ask, exclude: Collection[str] = ()) -> Grant:
         """See `api.ports.Dispatcher.acquire`."""
+        if self._ask_peers is not None and self.book.conversations.is_unknown(ask):
+            await self._ask_peers()  # a conversation that grew elsewhere: cheaper to ask than to read it anew
+        ask = self.book.identified(ask)
         try:
             return await self._acquire(ask, exclude)
-        except ViiworkError as error:
-            self.receipts.refused(ask, f"{error.code}: {error}")
+        except BaseException as error:
+            self.book.ended(ask)
+            if isinstance(error, ViiworkError):
+                self.receipts.refused(ask, f"{error.code}: {error}")
             raise
 
     async def _acquire(self, ask: Ask, exclude: Collection[str]) -> Grant:
@@ -186,6 +197,7 @@ class Dispatcher:
         binding = (
             self._finish_forward(grant, outcome) if grant.is_forward else self._finish_local(grant, outcome)
         )
+        self.book.ended(grant.ask)
         self._on_end(grant, outcome, binding)
         self.wake()
 
@@ -294,6 +306,8 @@ class Dispatcher:
             case Local(ref):
                 lease = self.slots.lease(ref)
                 key = (ask.session, ask.model) if ask.session is not None else None
+                if key is not None and (binding := self.sessions.get(key)) is not None:
+                    self._before[lease] = binding
                 self.sessions.taken(ref, key)
                 url = self.slots.url(ref.backend)
                 grant = Grant(ask, self._me, url, ref.backend, ref.slot, lease=lease)
@@ -323,13 +337,6 @@ class Dispatcher:
         if question is not None and choice is not None:
             self._on_decided(ask.request_id, question, choice)
         return self.receipts.add(ask, now, self._wall_ms(), question, choice)
-
-    def _held(self, ask: Ask) -> Mapping[str, Held]:
-        """What is known to hold some of the ask's prompt: the session's last home."""
-        binding = self.sessions.get((ask.session, ask.model)) if ask.session is not None else None
-        if binding is None or not binding.node:
-            return {}
-        return {binding.node: Held(max(binding.n_tokens, 1), "slot")}
 
     async def _until_saved(self, ask: Ask) -> float:
         """Wait while kv_share saves the session's own slot; the answer is for how long, in seconds.
@@ -432,13 +439,15 @@ class Dispatcher:
         if outcome.result == "done" and outcome.status == 200 and grant.ask.session is not None:
             self.turns += 1
             key = (grant.ask.session, model)
-            total = outcome.usage.total if outcome.usage is not None else None
             generation = self.sessions.next_generation(key, self._wall_ms())
+            total = outcome.usage.total if outcome.usage is not None else None
             self.sessions.ran_elsewhere(key, grant.node, generation, total or 0)
+            self.book.ran(grant, outcome, generation, self._clock())
         return None
 
     def _finish_local(self, grant: Grant, outcome: Outcome) -> Binding | None:
         self._in_slots.pop(grant.lease, None)
+        before = self._before.pop(grant.lease, None)
         ref = self.slots.release(grant.lease) if grant.lease else None
         if ref is None or outcome.result != "done" or outcome.status != 200:
             return None
@@ -448,6 +457,8 @@ class Dispatcher:
         key = (grant.ask.session, grant.ask.model)
         total = outcome.usage.total if outcome.usage is not None else None
         known = self.sessions.get(key)
+        generation = self.sessions.next_generation(key, self._wall_ms())
+        self.book.ran(grant, outcome, generation, self._clock(), before)
         if (
             known is not None
             and known.ref is not None
@@ -455,8 +466,11 @@ class Dispatcher:
             and self._keeps(known, total or 0)
         ):
             return None
-        binding = Binding(self._me, ref, total or 0, self.sessions.next_generation(key, self._wall_ms()))
-        self.sessions.ran_here(key, binding)
+        chain, scope = grant.ask.chain, scope_of(grant.ask.session_key)
+        tip = chain.links[-1] if chain is not None else ""
+        binding = Binding(self._me, ref, total or 0, generation, tip, scope)
+        cached = outcome.usage.cached if outcome.usage is not None else None
+        self.sessions.ran_here(key, binding, self._clock(), cached)
         return binding
 
     def _keeps(self, known: Binding, total: int) -> bool:

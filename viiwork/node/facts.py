@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import psutil
@@ -97,8 +98,11 @@ class NodeFacts:
             )
         return found
 
-    def capacity(self) -> bytes:
-        return encode_report(self.report())
+    def capacity(self, holdings_known: int | None) -> bytes:
+        report = self.report()
+        rev, holdings = self._dispatcher.book.holdings()
+        told = None if rev == holdings_known else holdings
+        return encode_report(replace(report, holdings_rev=rev, holdings=told))
 
     def fleet_capacity(self, model: str | None) -> dict[str, Any]:
         resolved_from: str | None = None

@@ -85,7 +85,7 @@ class Importer:
             reason = error.reason if isinstance(error, KvError) else _reason_of(error)
             self._failed(grant, replica, ref, reason, str(error) or reason)
             return
-        binding = Binding(self._me, ref, replica.n_tokens, replica.generation)
+        binding = Binding(self._me, ref, replica.n_tokens, replica.generation, replica.tip, replica.scope)
         self._dispatcher.sessions.ran_here(key, binding)
         self._imports[grant.lease] = _Import(replica)
 

@@ -225,6 +225,8 @@ class Pusher:
             n_tokens=binding.n_tokens,
             model_fp=layout.model_fp.hex(),
             state=layout.identity().state,
+            tip=binding.tip,
+            scope=binding.scope,
         )
         channel = await self._peers.client.open_channel(member, {}, encode_offer(offer))
         job = SendJob(

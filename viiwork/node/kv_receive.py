@@ -104,7 +104,7 @@ class Receiver:
     def _has_newer(self, offer: StateOffer) -> bool:
         key = (offer.session, offer.model)
         replica, binding = self._replicas.get(key), self._dispatcher.sessions.get(key)
-        held = binding.generation if binding is not None and binding.ref is not None else 0
+        held = binding.generation if binding is not None and binding.is_here else 0
         return max(held, replica.generation if replica is not None else 0) >= offer.generation
 
     async def _receive(self, admitted: Admitted, sock: socket.socket) -> None:
@@ -137,6 +137,8 @@ class Receiver:
             got.total_bytes,
             got.generation,
             admitted.peer,
+            offer.tip,
+            offer.scope,
         )
         for old in self._replicas.put(replica):
             with suppress(KvError):  # a worker that is gone has dropped it

@@ -10,14 +10,12 @@ from typing import Any
 
 from viiwork.config.model import KvShareSection
 from viiwork.core.capacity import KvIdentity
-from viiwork.core.replicas import ReplicaTable
 from viiwork.core.sessions import Binding
 from viiwork.core.turn import Grant, Outcome
 from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView
 from viiwork.errors import KvError
 from viiwork.kv.client import KvWorker
-from viiwork.limits import KV_REPLICAS_MAX
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer, key_of
@@ -45,10 +43,11 @@ class KvShare:
     ) -> None:
         self._config = config
         self._worker = worker
+        self._dispatcher = dispatcher
         self._active = False  # enabled, and its worker came up
         self._off = ""  # why it is not active although enabled
         self._stats = KvStats()
-        self._replicas = ReplicaTable(KV_REPLICAS_MAX)
+        self._replicas = dispatcher.book.replicas
         self._layouts = EngineLayouts(worker, fingerprint, client_of, dispatcher)
         gates = self._gates = EngineGates()
         self._pusher = Pusher(config, peers, dispatcher, self._layouts, worker, gates, self._stats)
@@ -116,7 +115,7 @@ class KvShare:
             return
         if not grant.ask.kv_share:
             self._pusher.withhold(key)
-        elif binding is not None:
+        elif binding is not None and self._dispatcher.book.is_lasting(grant.ask):
             self._pusher.turn_ended(key, binding)
 
     # -- what others ask -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from viiwork.config.load import LoadedConfig
 from viiwork.core.capacity import CapacityReport, PeerReport
 from viiwork.errors import MeshError
 from viiwork.host.network import address_towards, default_route_address, port_owner
+from viiwork.limits import HOLDINGS_ASK_S
 from viiwork.mesh.address import own_address
 from viiwork.mesh.admission import MeshIdentity
 from viiwork.mesh.membership import Membership
@@ -100,6 +101,10 @@ class NodeMesh:
         finally:
             self._membership = None
 
+    async def ask_peers(self) -> None:
+        """Hear at once what the peers hold now."""
+        await self._poller.ask_now(HOLDINGS_ASK_S)
+
     def members(self) -> list[Member]:
         return self._membership.members() if self._membership is not None else []
 
@@ -139,8 +144,8 @@ class NodeMesh:
         log.info("member.%s name=%s addr=%s", event.kind, member.name, event.other_addr or member.api)
         if event.kind in ("dead", "left"):
             self._dispatcher.peers.remove(member.name)
-            self._dispatcher.sessions.node_gone(member.name)
             self.aliases.gone(member.name)
+            self._dispatcher.book.node_gone(member.name)
         elif member.role == "node" and event.kind != "conflict":
             self._dispatcher.peers.put(member.name, f"http://{member.api}")
         self._poller.on_member(event)
@@ -153,4 +158,6 @@ class NodeMesh:
         api = member.api if member is not None else ""
         self.aliases.reported(name, report.aliases)
         self._dispatcher.peers.reported(name, PeerReport(report, requested_at, received_at, rtt_s, api))
+        if report.holdings is not None:
+            self._dispatcher.book.reported(name, report.holdings, requested_at)
         self._dispatcher.wake()

@@ -34,7 +34,15 @@ from viiwork.errors import MeshError, PortTaken
 from viiwork.host.gpus import card_pids
 from viiwork.host.network import port_owner
 from viiwork.kv.client import KvWorker
-from viiwork.limits import ENGINES_STOP_S, SILENT_S, STALL_LOOK_S, STALL_S
+from viiwork.limits import (
+    ENGINES_STOP_S,
+    MIB,
+    RAM_DEFAULT_MIB,
+    RAM_TOKEN_BYTES,
+    SILENT_S,
+    STALL_LOOK_S,
+    STALL_S,
+)
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.tailscale import tailnet_suffix
@@ -136,6 +144,7 @@ class Node:
             config.routing,
             prepare=self._prepare,
             on_end=self._turn_ended,
+            ask_peers=lambda: self._mesh.ask_peers(),
             on_decided=self._decided,
         )
         policy = self._dispatcher.policy
@@ -194,7 +203,11 @@ class Node:
             supervisor=self._supervisor,
             addr=lambda: self._mesh.addr,
             kv_identity=self._kv.identity,
-            sections={"mesh": self._mesh.status, "kv_share": self._kv.status},
+            sections={
+                "sessions": self._dispatcher.book.status,
+                "mesh": self._mesh.status,
+                "kv_share": self._kv.status,
+            },
         )
         self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
@@ -265,6 +278,7 @@ class Node:
             self._epochs[view.id] = view.epoch
             self._dispatcher.sessions.engine_restarted(view.id)
             self._told.discard(view.id)
+            self._dispatcher.sessions.ram_cache(view.id, self._ram_tokens(view))
         if view.status == "healthy" and view.id not in self._told:
             self._told.add(view.id)
             wanted = next((m.context for m in self._supervisor.models if m.name == view.model), 0)
@@ -313,6 +327,20 @@ class Node:
             if model.gpus and facts.vendor == "none":
                 log.warning("%s: no GPU tool found here, gpus %s may not be there", model.name, model.gpus)
         return facts
+
+    def _ram_tokens(self, view: BackendView) -> int:
+        """What the engine's RAM prompt cache is believed to take; 0 where operator arguments decide."""
+        model = next((m for m in self._supervisor.models if m.name == view.model), None)
+        if (
+            model is None
+            or model.engine != "llamacpp"
+            or any(arg.startswith(("--cache-ram", "-cram")) for arg in model.args)
+        ):
+            return 0
+        mib = model.llamacpp.cache_ram_mib
+        if mib == -1:
+            return view.ctx * view.n_slots  # bytes have no limit then, but tokens have
+        return (RAM_DEFAULT_MIB if mib is None else mib) * MIB // RAM_TOKEN_BYTES
 
     def _worker_lost(self) -> None:
         self._kv.worker_restarted()

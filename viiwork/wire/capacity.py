@@ -6,12 +6,13 @@ Unknown fields are ignored, so newer nodes may add some; known ones must have th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from viiwork.core.capacity import CapacityReport, FleetModel, HostCapacity, KvIdentity, ModelCapacity, Perf
+from viiwork.core.holdings import Holding
 from viiwork.core.names import node_name_problem
 from viiwork.errors import BadReport
 from viiwork.limits import (
@@ -21,6 +22,8 @@ from viiwork.limits import (
     CAPACITY_MILLIS_MAX,
     CAPACITY_MODELS_MAX,
     CAPACITY_TEXT_MAX_CHARS,
+    HOLDINGS_MAX,
+    HOLDINGS_MAX_BYTES,
     MODEL_NAME_MAX_BYTES,
 )
 
@@ -29,6 +32,11 @@ _Tokens = Annotated[int, Meta(ge=0, le=CAPACITY_CTX_MAX_TOKENS)]
 _Millis = Annotated[float, Meta(ge=0, le=CAPACITY_MILLIS_MAX)]
 _Text = Annotated[str, Meta(max_length=CAPACITY_TEXT_MAX_CHARS)]
 _ModelName = Annotated[str, Meta(min_length=1, max_length=MODEL_NAME_MAX_BYTES)]
+
+
+_Session = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Link = Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
+_Generation = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Kv(msgspec.Struct, frozen=True):
@@ -55,11 +63,25 @@ class _Model(msgspec.Struct, frozen=True):
     perf_samples: _Count | UnsetType = UNSET
 
 
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    """One holding; an array, for there may be hundreds."""
+
+    session: _Session
+    tip: _Link
+    scope: _Link
+    n_tokens: _Tokens
+    where: Literal["slot", "ram", "replica"]
+    generation: _Generation
+    backend: _Text = ""
+
+
 class _Report(msgspec.Struct, frozen=True):
     node: str
     ver: _Text = ""
     models: Annotated[list[_Model], Meta(max_length=CAPACITY_MODELS_MAX)] | None = None
     aliases: _Text | UnsetType = UNSET
+    holdings_rev: _Generation | UnsetType = UNSET
+    holdings: dict[_ModelName, Annotated[list[_Held], Meta(max_length=HOLDINGS_MAX)]] | UnsetType = UNSET
 
 
 _REPORT = msgspec.json.Decoder(_Report, strict=True)
@@ -84,7 +106,16 @@ def encode_report(report: CapacityReport) -> bytes:
         )
         for m in report.models
     ]
-    return msgspec.json.encode(_Report(report.node, report.ver, models, report.aliases or UNSET))
+    return msgspec.json.encode(
+        _Report(
+            report.node,
+            report.ver,
+            models,
+            report.aliases or UNSET,
+            report.holdings_rev or UNSET,
+            UNSET if report.holdings is None else _holdings_wire(report.holdings),
+        )
+    )
 
 
 def decode_report(body: bytes) -> CapacityReport:
@@ -103,7 +134,38 @@ def decode_report(body: bytes) -> CapacityReport:
     if len({m.name for m in models}) != len(models):
         raise BadReport("capacity report names a model twice")
     aliases = raw.aliases if isinstance(raw.aliases, str) and _is_plain(raw.aliases) else ""
-    return CapacityReport(raw.node, raw.ver, models, aliases)
+    rev = raw.holdings_rev if isinstance(raw.holdings_rev, int) else 0
+    holdings = None if isinstance(raw.holdings, UnsetType) else _holdings_value(raw.holdings)
+    return CapacityReport(raw.node, raw.ver, models, aliases, rev, holdings)
+
+
+def _holdings_wire(holdings: Iterable[Holding]) -> dict[str, list[_Held]]:
+    """By model, the newest first, as many as the report has room for."""
+    found: dict[str, list[_Held]] = {}
+    n_bytes = 0
+    for h in holdings:
+        entry = _Held(h.session, h.tip, h.scope, h.n_tokens, h.where, h.generation, h.backend)
+        n_bytes += len(msgspec.json.encode(entry)) + 1
+        if h.model not in found:
+            n_bytes += len(msgspec.json.encode(h.model)) + 4
+        if n_bytes > HOLDINGS_MAX_BYTES:
+            break
+        found.setdefault(h.model, []).append(entry)
+    return found
+
+
+def _holdings_value(raw: dict[str, list[_Held]]) -> tuple[Holding, ...]:
+    found = [
+        Holding(h.session, model, h.tip, h.scope, h.n_tokens, h.where, h.generation, h.backend)
+        for model, held in raw.items()
+        for h in held
+    ]
+    if len(found) > HOLDINGS_MAX:
+        raise BadReport(f"capacity report tells of {len(found)} sessions, {HOLDINGS_MAX} are allowed")
+    if not all(_is_plain(h.model) and _is_plain(h.backend) for h in found):
+        raise BadReport("capacity report: bad model or backend name among the holdings")
+    found.sort(key=lambda holding: -holding.generation)
+    return tuple(found)
 
 
 def _model_value(raw: _Model) -> ModelCapacity:

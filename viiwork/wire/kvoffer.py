@@ -12,6 +12,9 @@ from viiwork.limits import MODEL_NAME_MAX_BYTES
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32,64}\Z")]
 
 
+_Link = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
+
+
 class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Enough for the peer to say no before a byte of the state travels."""
 
@@ -21,6 +24,8 @@ class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
     n_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     model_fp: _Hex
     state: Annotated[str, msgspec.Meta(max_length=64)]  # state version and digest of the layout
+    tip: _Link = ""  # last link of the turn that made the state, "" = had none
+    scope: _Link = ""  # of the client's key, "" = had none
 
 
 _DECODER = msgspec.json.Decoder(StateOffer)
