@@ -49,7 +49,7 @@ def test_one_that_comes_back_gets_its_place_back_even_in_a_queue_that_filled_up_
     queue.enter(Ask("younger", "m"), 2.0, 20.0)
     queue.leave(back)
     queue.enter(Ask("youngest", "m"), 3.0, 20.0)
-    queue.enter(Ask("back", "m"), 4.0, 17.0, earlier_s=3.0)
+    queue.enter(Ask("back", "m"), 4.0, 17.0, earlier_s=2.0, arrived_at=1.0)
     with pytest.raises(QueueFull):
         queue.enter(Ask("new", "m"), 4.0, 20.0)
     assert names(queue, lambda w: True) == ["older", "back", "younger", "youngest"]

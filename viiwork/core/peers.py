@@ -1,8 +1,8 @@
 """What this node knows of its peers' room: last reports, own forwards since then, refusals.
 
 Single owner of that knowledge. A report tells how things were when it was *asked for*, so forwards begun
-after that moment are subtracted from it, those that ended since are added, and a refusal counts until a report
-asked for after the refusal has come.
+after that moment are subtracted from it, those that ended since are added, and a refusal counts until a
+report asked for after the refusal has come.
 """
 
 from __future__ import annotations
