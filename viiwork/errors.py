@@ -208,6 +208,12 @@ class TooManyBodies(Refused):
     code = "too_many_bodies"
 
 
+class TooManyViewers(Refused):
+    """The clients of the mesh stream reached their cap."""
+
+    code = "too_many_viewers"
+
+
 # -- upstream --------------------------------------------------------------------------------------
 class UpstreamError(ViiworkError):
     """An engine or a peer failed before its answer could be used."""

@@ -12,6 +12,7 @@ import uvloop
 
 from viiwork.api.app import ApiServer
 from viiwork.core.turn import Ask, Grant, Outcome
+from viiwork.errors import ViiworkError
 
 
 class StaticNode:
@@ -28,6 +29,18 @@ class StaticNode:
     def finish(self, grant: Grant, outcome: Outcome) -> None:
         return None
 
+    def granted(self, grant: Grant) -> None:
+        return None
+
+    def ended(self, grant: Grant, outcome: Outcome, since: float) -> None:
+        return None
+
+    def unserved(self, ask: Ask, error: ViiworkError, since: float) -> None:
+        return None
+
+    def left(self, ask: Ask, since: float) -> None:
+        return None
+
     def forwarded_by(
         self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
     ) -> str | None:
@@ -38,6 +51,9 @@ class StaticNode:
 
     def health(self) -> tuple[int, dict[str, Any]]:
         return 200, {"status": "ok"}
+
+    def model_for(self, name: str) -> str | None:
+        return None
 
     def models(self) -> list[dict[str, Any]]:
         return []
@@ -57,7 +73,7 @@ class StaticNode:
 
 async def serve(port: int, backend: str) -> None:
     node = StaticNode(backend)
-    server = ApiServer(node, node, node)
+    server = ApiServer(node, node, node, requests=node)
     await server.listen("127.0.0.1", port)
     gc.freeze()
     await asyncio.Event().wait()

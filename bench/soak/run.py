@@ -150,7 +150,7 @@ async def probe(nodes: Fleet, when: str) -> float:
     times = []
     for n in range(PROBES * len(NODES)):
         entry, model = [*NODES][n % len(NODES)], MODELS[n % len(MODELS)]
-        asked = Planned(f"{when}{n}", 0.0, entry, model, 0.001, 0.0, True, "", None)
+        asked = Planned(f"{when}{n}", 0.0, entry, model, 0.001, 0.0, True, "")
         sent = await send_one(asked, nodes.addresses[entry])
         if not sent.served or sent.token_s is None:
             raise SystemExit(f"a request {when} the load was not served: {sent}")

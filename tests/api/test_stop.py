@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.fakes.engine import DONE, Conn, FakeEngine, Seen, delta
-from tests.fakes.node import FakeDispatcher, FakeFacts, FakeOrigins, route, serving
+from tests.fakes.node import FakeDispatcher, FakeFacts, FakeOrigins, HeardRequests, route, serving
 from tests.fakes.rawclient import RawClient
 from viiwork.api.app import ApiServer
 
@@ -26,7 +26,7 @@ async def test_a_stopping_node_lets_a_stream_end_and_takes_no_new_connection():
 
     async with FakeEngine(waiting) as engine:
         node = FakeDispatcher([route("a", engine.url)])
-        server = ApiServer(node, FakeOrigins("a"), FakeFacts())
+        server = ApiServer(node, FakeOrigins("a"), FakeFacts(), requests=HeardRequests())
         _, port = await server.listen("127.0.0.1", 0)
         async with RawClient(port) as client, RawClient(port) as idle:
             client.post("/v1/chat/completions", STREAM)
@@ -52,7 +52,7 @@ async def test_what_is_still_running_after_the_grace_is_cut_and_given_back():
 
     async with FakeEngine(silent) as engine:
         node = FakeDispatcher([route("a", engine.url)])
-        server = ApiServer(node, FakeOrigins("a"), FakeFacts())
+        server = ApiServer(node, FakeOrigins("a"), FakeFacts(), requests=HeardRequests())
         _, port = await server.listen("127.0.0.1", 0)
         async with RawClient(port) as client:
             client.post("/v1/chat/completions", STREAM)

@@ -60,10 +60,10 @@ def test_a_previous_secret_alone_is_refused(refusal, text: str):
 
 
 @pytest.mark.parametrize("level", ["outgoing", "none"])
-def test_enforcing_less_needs_a_secret(load, refusal, level: str):
-    line = refusal(f"mesh:\n  open: true\n  secret_enforce: {level}\n")
-    assert line.startswith("f.yaml:3: mesh.secret_enforce: expected full in a mesh without a secret")
-    assert load(f"mesh: {{secret_enforce: {level}}}", env(SECRET)).config.mesh.secret_enforce == level
+def test_a_mesh_that_is_secured_by_half_is_refused(refusal, level: str):
+    for is_open, variables in (("true", env()), ("false", env(SECRET))):
+        line = refusal(f"mesh:\n  open: {is_open}\n  secret_enforce: {level}\n", variables)
+        assert line.startswith("f.yaml:3: mesh.secret_enforce: expected full (gossip is encrypted both ways")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,10 @@ def test_what_is_not_the_base64_of_32_bytes_is_refused_and_not_shown(refusal, wr
     assert "expected the standard base64 of 32 bytes in VIIWORK_MESH_SECRET" in line
     assert len(wrong) < 2 or wrong not in line
     assert SECRET not in line
+
+
+def test_a_secret_behind_a_byte_order_mark_is_told_so(refusal):
+    assert "45 characters (a byte order mark included)" in refusal(SECURED, env("\ufeff" + SECRET))
 
 
 def test_a_secret_in_quotes_is_told_so(refusal):

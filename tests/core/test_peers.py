@@ -82,3 +82,12 @@ def test_a_peer_that_left_and_came_back_has_none_of_its_old_forwards():
     table.remove("b")
     table.put("b", "http://b")
     assert not table.forward_ended("b", number) and table.open_forwards == 0
+
+
+def test_after_a_sleep_no_report_is_fresh_and_the_model_is_still_known():
+    table = PeerTable(3.0)
+    table.put("b", "http://b")
+    table.reported("b", report(100.0, m=2))
+    assert free(table, "m", 100.5) == 2
+    table.slept(10_800.0)  # the process's clock stood still meanwhile
+    assert free(table, "m", 100.5) is None and table.knows("m")

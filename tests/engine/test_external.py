@@ -59,13 +59,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
 async def test_a_server_that_answers_is_routable_with_the_configured_slots(watch: Watch, server: Server):
     watched = await watch(server.model(context=4096))
     view = await watched.until_healthy()
-    assert (view.id, view.url, view.n_slots, view.ctx, view.engine) == (
-        "m/0",
-        server.engine.url,
-        3,
-        4096,
-        "external",
-    )
+    assert (view.id, view.url, view.n_slots, view.ctx) == ("m/0", server.engine.url, 3, 4096)
     assert view.pid is view.busy is view.save_dir is None
 
 

@@ -14,6 +14,7 @@ deaf        ignore SIGTERM
 child       a file; start a child in the own group and write its pid there
 foreign     a file; let a stranger (own session, pid in the file) take the port, and sit idle
 mute        never answer a completion of more than one token
+answer_s    a chat's answer takes so long
 dead        a file; while it is there no completion is answered
 hangs       a file; while it is there /slots is not answered
 slots       report so many slots, whatever --parallel says
@@ -67,6 +68,7 @@ class Engine(BaseHTTPRequestHandler):
     n_slots = 1
     ready_at = 0.0
     held: ClassVar[dict[int, int]] = {}
+    busy: ClassVar[set[int]] = set()
 
     def do_GET(self) -> None:
         if self.path == self.faults.get("dies"):
@@ -90,14 +92,28 @@ class Engine(BaseHTTPRequestHandler):
             wait_while(self.faults.get("dead"))
             Engine.held[body.get("id_slot", 0)] = 1
             self.answer(200, {"content": "x", "id_slot": body.get("id_slot", 0)})
+        elif self.path == "/v1/chat/completions":
+            self.read_in_slot(body.get("id_slot", 0))
         elif self.path.startswith("/slots/"):
             number = int(self.path.split("/")[2].split("?")[0]) % self.n_slots
             self.answer(400, {"error": {"message": "No available space", "code": number}})
         else:
             self.answer(404, {})
 
+    def read_in_slot(self, number: int) -> None:
+        Engine.busy.add(number)
+        time.sleep(self.faults.get("answer_s", 0))
+        Engine.busy.discard(number)
+        self.answer(
+            200,
+            {
+                "choices": [{"message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            },
+        )
+
     def slot(self, number: int, size: int) -> dict:
-        found = {"id": number, "n_ctx": size, "is_processing": False}
+        found = {"id": number, "n_ctx": size, "is_processing": number in Engine.busy}
         return found | ({"id_task": 1, "n_prompt_tokens": 1} if number in Engine.held else {})
 
     def answer(self, status: int, body: object) -> None:

@@ -89,7 +89,8 @@ class Planned:
     prefill_s: float
     streamed: bool
     session: str
-    leaves_after_s: float | None  # its client does not wait longer than that for the first byte
+    leaves_after_s: float | None = None  # its client does not wait longer than that for the first byte
+    query: str = ""  # of the URL, with its question mark
 
 
 def plan(
@@ -238,11 +239,11 @@ def _request(planned: Planned) -> bytes:
         "hold_ms": round(planned.hold_s * 1000, 3),
         "prefill_ms": round(planned.prefill_s * 1000, 3),
         "stream": planned.streamed,
-        "messages": [{"role": "user", "content": "What is the answer?"}],
+        "messages": [{"role": "user", "content": f"What is the answer to {planned.tag}?"}],
     }
     data = json.dumps(body, separators=(",", ":")).encode()
     session = f"X-Session-Id: {planned.session}\r\n" if planned.session else ""
-    head = f"POST {CHATS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{session}"
+    head = f"POST {CHATS}{planned.query} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{session}"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -143,7 +143,7 @@ static double go_on(Conn *c, double now) {
 }
 
 static void answer(Conn *c, const char *head, char *body) {
-    if (!strncmp(head, "POST /v1/chat/completions ", 26)) start_chat(c, body);
+    if (!strncmp(head, "POST /v1/chat/completions", 25)) start_chat(c, body); // with any query
     else if (!strncmp(head, "POST /completion ", 17)) put_json(c, 200, "{\"content\":\"x\",\"id_slot\":0}");
     else if (!strncmp(head, "GET /slots ", 11)) put_slots(c);
     else if (!strncmp(head, "GET /health ", 12)) put_json(c, 200, "{\"status\":\"ok\"}");

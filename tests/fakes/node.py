@@ -13,7 +13,7 @@ from viiwork.api.app import ApiServer
 from viiwork.api.ports import Origins
 from viiwork.api.routes import AnyRoute
 from viiwork.core.turn import Ask, Grant, Outcome
-from viiwork.errors import AliasUnserved, AllRoutesRefused, Unauthorized, UnknownModel
+from viiwork.errors import AliasUnserved, AllRoutesRefused, Unauthorized, UnknownModel, ViiworkError
 
 
 @dataclass
@@ -77,6 +77,29 @@ class FakeDispatcher:
 
 def route(node: str, url: str, backend: str = "m/0", slot: int | None = 1, queued_s: float = 0.0) -> Grant:
     return Grant(Ask("", ""), node, url, backend, slot, queued_s, lease=1)
+
+
+@dataclass
+class HeardRequests:
+    """What the API told of its requests: a word, and the request's id."""
+
+    heard: list[tuple[str, str]] = field(default_factory=list)
+
+    def granted(self, grant: Grant) -> None:
+        self.heard.append(("granted", grant.ask.request_id))
+
+    def ended(self, grant: Grant, outcome: Outcome, since: float) -> None:
+        self.heard.append((outcome.result, grant.ask.request_id))
+
+    def unserved(self, ask: Ask, error: ViiworkError, since: float) -> None:
+        self.heard.append((error.code, ask.request_id))
+
+    def left(self, ask: Ask, since: float) -> None:
+        self.heard.append(("left", ask.request_id))
+
+    @property
+    def words(self) -> list[str]:
+        return [word for word, _ in self.heard]
 
 
 @dataclass
@@ -173,6 +196,7 @@ class Api:
     server: ApiServer
     port: int
     dispatcher: FakeDispatcher
+    requests: HeardRequests
 
     @property
     def url(self) -> str:
@@ -191,10 +215,19 @@ async def serving(
 ) -> AsyncIterator[Api]:
     """The real API server over a fake node; at the end every grant must have come back once."""
     facts = facts or FakeFacts()
-    server = ApiServer(dispatcher, origins or FakeOrigins(facts.name), facts, channels, routes, **limits)
+    requests = HeardRequests()
+    server = ApiServer(
+        dispatcher,
+        origins or FakeOrigins(facts.name),
+        facts,
+        channels,
+        routes,
+        requests=requests,
+        **limits,
+    )
     _, port = await server.listen("127.0.0.1", 0)
     try:
-        yield Api(server, port, dispatcher)
+        yield Api(server, port, dispatcher, requests)
         await dispatcher.until(lambda: not dispatcher.n_out)
         assert dispatcher.n_twice == 0
     finally:

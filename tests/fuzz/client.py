@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 
 PATIENCE_S = 60.0
-_DOCUMENTED_5XX = (502, 503)
+_DOCUMENTED_5XX = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def arguments(parser: argparse.ArgumentParser, node: str) -> st.SearchStrategy[l
         st.sampled_from(
             [*FILES, "folder", "none", "/dev/null", "/proc/self/mem", "folder/x/y", "\udcff.yaml"]
         ),
-        st.text(st.characters(blacklist_characters=":\x00"), max_size=12),
+        st.text(st.characters(exclude_characters=":\x00", exclude_categories=["Cs"]), max_size=12),
     )
     parts = [word.map(lambda text: [text])]
     for action in parser._actions:

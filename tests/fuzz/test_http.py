@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -11,6 +14,8 @@ from .client import ask, judge, say
 from .conftest import Running, fuzzed
 from .requests import METHODS, requests
 
+API_DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+
 
 def test_every_endpoint_answers_whatever_is_asked(running: Running):
     routes = running.routes
@@ -19,6 +24,16 @@ def test_every_endpoint_answers_whatever_is_asked(running: Running):
     for route in routes:
         fuzz(running, route)
     running.assert_clean(before)
+
+
+def test_every_endpoint_is_documented_with_its_methods(running: Running):
+    documented = set()
+    for line in API_DOCS.read_text().splitlines():
+        if line.startswith("| `/"):
+            paths, methods = line.split("|")[1:3]
+            documented |= {(p, m.strip()) for p in re.findall("`([^`]+)`", paths) for m in methods.split(",")}
+    served = {(route.path, m) for route in running.routes for m in route.methods if m != "HEAD"}
+    assert documented == served
 
 
 def fuzz(running: Running, route: AnyRoute) -> None:

@@ -1,23 +1,22 @@
-"""Our own address, from the config, the routing table or tailscaled."""
+"""Our own address, from the config or the routing table."""
 
 from __future__ import annotations
 
-import json
+from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
 
-from viiwork.config.model import MeshSection, TailnetSection
+from viiwork.config.model import MeshSection
 from viiwork.errors import NoOwnAddress
 from viiwork.host import network
 from viiwork.host.network import (
+    parse_if_inet6,
     parse_proc_ipv6_route,
     parse_proc_route,
     parse_route_get,
     usable_address,
 )
 from viiwork.mesh.address import OwnAddress, own_address
-from viiwork.mesh.tailscale import parse_status, tailnet_suffix
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 docker0\t000011AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0
@@ -35,21 +34,6 @@ ROUTES6 = "\n".join(
         ("40", "00000001", "00000001", "eth2"),
     ]
 )
-RUNNING = {"BackendState": "Running", "Self": {"TailscaleIPs": ["fd7a:115c:a1e0::1", "100.101.102.103"]}}
-
-
-class Waiting:
-    """A clock that only sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now, self.naps = 0.0, 0
-
-    def __call__(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.naps += 1
 
 
 def nowhere() -> str | None:
@@ -108,99 +92,30 @@ async def test_an_address_others_cannot_use_is_refused_at_once(text):
         await own_address(MeshSection(advertise=text), nowhere)
 
 
-async def test_a_lan_node_takes_the_routes_address_once_the_network_is_there():
-    clock, answers = Waiting(), iter([None, None, "192.168.1.5"])
-    found = await own_address(MeshSection(network="lan"), lambda: next(answers), now=clock, sleep=clock.sleep)
-    assert found == OwnAddress("192.168.1.5") and clock.naps == 2
-
-
-async def test_waiting_says_why_now_and_then_and_ends_after_five_minutes(caplog):
-    clock = Waiting()
+async def test_a_lan_node_takes_the_address_it_has_or_says_what_to_set():
+    assert await own_address(MeshSection(network="lan"), lambda: "192.168.1.5") == OwnAddress("192.168.1.5")
     with pytest.raises(NoOwnAddress, match=r"set mesh\.advertise"):
-        await own_address(MeshSection(network="lan"), nowhere, now=clock, sleep=clock.sleep)
-    assert clock.now == 300.0
-    assert len(caplog.records) == 30
+        await own_address(MeshSection(network="lan"), nowhere)
 
 
-@pytest.fixture
-async def tailscaled(tmp_path):
-    """A tailscaled whose status can be set."""
-    state = {"status": 200, "body": json.dumps(RUNNING)}
-
-    async def answer(request):
-        assert (request.path, request.host) == ("/localapi/v0/status", "local-tailscaled.sock")
-        return web.Response(status=state["status"], text=state["body"])
-
-    app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.UnixSite(runner, str(tmp_path / "tailscaled.sock")).start()
-    state["mesh"] = MeshSection(tailnet=TailnetSection(socket=str(tmp_path / "tailscaled.sock")))
-    yield state
-    await runner.cleanup()
+def test_lasting_ipv6_addresses_come_before_temporary_and_private_before_public_ones():
+    flags = (
+        "fd000000000000000000000000000007 02 40 00 01     eth0\n"
+        + "20010db8000000000000000000000001 02 40 00 40 eth0\nx"
+    )
+    unstable = parse_if_inet6(flags)
+    assert unstable == {"fd00::7", "2001:db8::1"}
+    addresses = ["fd00::7", "2a00::9", "fd00::8", "2001:db8::1"]
+    assert usable_address(addresses, 6, unstable) == "fd00::8"
+    assert usable_address(["fd00::7", "2a00::9"], 6, unstable) == "2a00::9"
+    assert usable_address(["fd00::7"], 6, unstable) == "fd00::7", "better than none"
 
 
-async def test_a_tailnet_node_takes_the_address_tailscaled_gives(tailscaled):
-    assert await own_address(tailscaled["mesh"], nowhere) == OwnAddress("100.101.102.103")
-
-
-async def test_a_tailnet_node_waits_for_the_login(tailscaled):
-    clock = Waiting()
-    tailscaled["body"] = '{"BackendState":"NeedsLogin"}'
-
-    async def sleep(seconds):
-        await clock.sleep(seconds)
-        tailscaled["body"] = json.dumps(RUNNING)
-
-    assert (await own_address(tailscaled["mesh"], nowhere, now=clock, sleep=sleep)).ip == "100.101.102.103"
-    assert clock.naps == 1
-
-
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ('{"BackendState":"NeedsLogin"}', "tailscale up"),
-        ('{"BackendState":"Running"}', "no IPv4"),
-        ('{"BackendState":"Running","Self":{"TailscaleIPs":null}}', "no IPv4"),
-        ('{"BackendState":"Running","Self":{"TailscaleIPs":["fd7a::1","8.8.8.8","x"]}}', "no IPv4"),
-        ('{"BackendState":5}', "cannot be read"),
-        ("<html>", "cannot be read"),
-    ],
-)
-def test_every_way_tailscale_is_not_ready_says_what_to_do(body, why):
-    with pytest.raises(NoOwnAddress, match=why):
-        parse_status(body.encode())
-
-
-@pytest.mark.parametrize(("status", "why"), [(403, "may this user ask it"), (302, "302")])
-async def test_a_tailscaled_that_refuses_is_named(tailscaled, status, why):
-    clock = Waiting()
-    tailscaled["status"] = status
-    with pytest.raises(NoOwnAddress, match=why):
-        clock.now = 0.0
-        await own_address(tailscaled["mesh"], nowhere, now=lambda: clock.now, sleep=_jump(clock))
-
-
-async def test_no_tailscaled_at_all_says_how_to_go_on(tmp_path):
-    clock = Waiting()
-    mesh = MeshSection(tailnet=TailnetSection(socket=str(tmp_path / "none.sock")))
-    with pytest.raises(NoOwnAddress, match=r"start Tailscale.*mesh\.network: lan"):
-        await own_address(mesh, nowhere, now=clock, sleep=_jump(clock))
-
-
-def _jump(clock):
-    async def sleep(seconds):
-        clock.now += 1000.0
-
-    return sleep
-
-
-async def test_the_tailnets_suffix_is_read_and_its_absence_is_no_fault(tailscaled, tmp_path):
-    path = tailscaled["mesh"].tailnet.socket
-    tailscaled["body"] = json.dumps({**RUNNING, "MagicDNSSuffix": "tail1.ts.net"})
-    assert await tailnet_suffix(path) == "tail1.ts.net"
-    for body in (json.dumps(RUNNING), "{", '{"MagicDNSSuffix":5}', "[" * 10_000):
-        tailscaled["body"] = body
-        assert await tailnet_suffix(path) is None
-    assert await tailnet_suffix(str(tmp_path / "none.sock")) is None
+def test_only_addresses_of_interfaces_that_are_up_are_held(monkeypatch):
+    stats = {"eth0": SimpleNamespace(isup=True), "wlan0": SimpleNamespace(isup=False)}
+    monkeypatch.setattr(network.psutil, "net_if_stats", lambda: stats)
+    monkeypatch.setattr(
+        network, "_interface_addresses", lambda: {"eth0": ["10.0.0.1"], "wlan0": ["10.0.0.2"]}
+    )
+    assert network.holds_address("10.0.0.1")
+    assert not network.holds_address("10.0.0.2") and not network.holds_address("10.0.0.3")

@@ -61,9 +61,34 @@ def test_forms_that_hold_a_private_ipv4_address_count_as_it():
     assert is_acceptable("64:ff9b::10.0.0.1", "lan")
 
 
-def test_a_tailnet_mesh_takes_the_shared_range_only():
-    assert is_acceptable("100.64.0.1", "tailnet") and is_acceptable("100.127.255.255", "tailnet")
-    assert not is_acceptable("100.128.0.0", "tailnet")
+def test_a_tailnet_mesh_takes_a_tailnets_addresses_of_both_families_only():
+    for addr in (
+        "100.64.0.1",
+        "100.127.255.254",
+        "fd7a:115c:a1e0::1",
+        "::ffff:100.64.0.1",
+        "64:ff9b::100.64.0.1",
+    ):
+        assert is_acceptable(addr, "tailnet"), addr
+    # Each machine's own tailscaled answers at the last three.
+    for addr in (
+        "100.63.255.255",
+        "100.128.0.1",
+        "10.0.0.1",
+        "fd00::1",
+        "fd7a:115c:a1e1::1",
+        "64:ff9b::10.0.0.1",
+    ):
+        assert not is_acceptable(addr, "tailnet"), addr
+    for addr in ("100.100.100.100", "fd7a:115c:a1e0::53", "::ffff:100.100.100.100"):
+        assert not is_acceptable(addr, "tailnet"), addr
+
+
+@pytest.mark.parametrize(
+    "addr", ["fd00::1%eth0", "fe80::1%eth0", "2002:a00:1::1", "64:ff9b:1::a00:1", "::10.0.0.1"]
+)
+def test_addresses_that_mean_something_here_only_or_hide_another_are_refused(addr):
+    assert not is_acceptable(addr, "lan") and not is_acceptable(addr, "tailnet")
 
 
 def test_loopback_members_need_a_loopback_advertise_and_bring_nothing_else_in():

@@ -28,9 +28,10 @@ def test_only_new_failures_count():
     assert unread_packets(seen, seen, is_open=False) == []
 
 
-@pytest.mark.parametrize(("is_open", "n"), [(True, 1), (False, 0)])
-def test_packets_of_a_secured_node_are_unreadable_in_an_open_mesh_only(is_open, n):
-    assert len(unread_packets(ZERO, replace(ZERO, decode_errors=2), is_open=is_open)) == n
+@pytest.mark.parametrize(("is_open", "why"), [(True, "we are open"), (False, "we are secured")])
+def test_packets_of_the_other_kind_of_mesh_are_named_as_such(is_open, why):
+    found = unread_packets(ZERO, replace(ZERO, decode_errors=2), is_open=is_open)
+    assert len(found) == 1 and "2 gossip packets" in found[0][1] and why in found[0][1]
 
 
 def test_a_lost_datagram_now_and_then_is_no_news_but_blocked_udp_is():

@@ -15,7 +15,7 @@ import pytest
 
 from viiwork.errors import DuplicateName, MeshError, NoOwnAddress, PortTaken
 from viiwork.host.network import port_owner
-from viiwork.limits import DEPARTED_KEPT_S, NAME_GRACE_S
+from viiwork.limits import DEPARTED_KEPT_S, MOVE_GRACE_S, NAME_GRACE_S
 from viiwork.mesh import membership
 from viiwork.mesh.membership import Membership
 
@@ -246,6 +246,82 @@ async def test_ipv6_members_are_known_with_bracketed_api_addresses(start_node):
     await start_node("b", "::1", a, api_port=8087)
     seen = (await a.heard.event("joined", "b")).member
     assert (seen.addr, seen.api) == ("::1", "[::1]:8087")
+
+
+async def test_a_node_that_moves_keeps_who_it_sees_and_is_no_rival_of_its_own_name(start_node):
+    a = await start_node("a", "127.0.0.1")
+    b = await start_node("b", "127.0.0.2", a)
+    await b.heard.event("joined", "a")
+    await b.membership.move("127.0.0.7")
+    assert b.membership.local().addr == "127.0.0.7" and b.membership.is_running
+    assert [m.name for m in b.membership.members()] == ["b", "a"], "nobody is forgotten"
+    assert await b.membership.join([a.gossip]) == 1
+    await b.heard.event("updated", "a")
+    await a.heard.event("conflict", "b")  # its old record is not forgotten yet
+    await b.membership.join([a.gossip])
+    assert not b.fatal.items and not b.membership.problems()
+
+
+async def test_members_that_are_not_met_again_after_a_move_are_let_go(start_node):
+    settle = asyncio.Event()
+
+    async def sleep(seconds):
+        await (settle.wait() if seconds == MOVE_GRACE_S else asyncio.sleep(seconds))
+
+    a = await start_node("a", "127.0.0.1")
+    b = await start_node("b", "127.0.0.2", a, options={"sleep": sleep})
+    await b.heard.event("joined", "a")
+    await b.membership.move("127.0.0.7")
+    settle.set()
+    await b.heard.event("dead", "a")
+
+
+async def test_a_move_to_a_place_that_cannot_be_had_is_tried_again(start_node):
+    b = await start_node("b", "127.0.0.2")
+    port = b.membership.local().gossip_port
+    with pytest.raises(NoOwnAddress):
+        await b.membership.move("203.0.113.9")
+    assert not b.membership.is_running and await b.membership.join(["127.0.0.1:1"]) == 0
+    with pytest.raises(NoOwnAddress):
+        await b.membership.move("203.0.113.9")
+    await b.membership.move("127.0.0.2")
+    assert b.membership.is_running and port
+
+
+async def test_during_a_rotation_a_node_sends_with_the_old_secret_until_all_can_read_the_new(start_node):
+    told = []
+    a = await start_node("a", "127.0.0.1", keys=(OTHER,))
+    b = await start_node("b", "127.0.0.2", a, keys=(KEY, OTHER), options={"on_key": told.append})
+    await a.heard.event("joined", "b")
+    await b.heard.event("joined", "a")
+    assert not told, "a knows the old one only"
+    await a.membership.stop()
+    await b.heard.event("left", "a")
+    c = await start_node("c", "127.0.0.3", b, keys=(KEY,))
+    await b.heard.event("joined", "c")
+    await c.heard.event("joined", "b")
+    while not told:
+        await asyncio.sleep(0.01)
+    assert told == [KEY]
+
+
+async def test_a_lonely_node_with_two_secrets_finds_a_mesh_that_has_only_the_new_one(start_node):
+    a = await start_node("a", "127.0.0.1", keys=(KEY,))
+    b = await start_node("b", "127.0.0.2", a, keys=(KEY, OTHER))
+    await a.heard.event("joined", "b")
+    await b.heard.event("joined", "a")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"), [((), (KEY,), "we are open"), ((KEY,), (), "we are secured")]
+)
+async def test_the_side_that_was_asked_says_that_the_kinds_of_mesh_differ(
+    start_node, log_lines, ours, theirs, why
+):
+    a = await start_node("a", "127.0.0.1", keys=ours)
+    await start_node("b", "127.0.0.2", a, keys=theirs)
+    await log_lines.until(lambda line: why in line)
+    assert any(why in line for line in a.membership.problems())
 
 
 def test_secrets_are_in_no_representation(make_identity):

@@ -10,10 +10,11 @@ from aiohttp import web
 from viiwork.core.capacity import CapacityReport, ModelCapacity
 from viiwork.core.holdings import Holding
 from viiwork.limits import CAPACITY_BODY_MAX_BYTES
+from viiwork.mesh import polls
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.polls import CapacityPoller
 from viiwork.mesh.values import MemberEvent
-from viiwork.wire.capacity import encode_report
+from viiwork.wire.capacity import decode_report, encode_report
 
 INTERVAL_S = 0.3
 
@@ -256,6 +257,24 @@ async def test_a_member_that_restarted_starts_without_its_old_numbers(poller, he
     heard.items.clear()
     await heard.until(lambda _: True)
     assert poller.reports().keys() == {"b"}
+
+
+async def test_a_report_that_did_not_change_is_not_decoded_again_and_counts_as_new(
+    poller, heard, serve, monkeypatch
+):
+    decoded, busy = [], [0]
+    monkeypatch.setattr(polls, "decode_report", lambda body: decoded.append(body) or decode_report(body))
+
+    async def answer(request):
+        return web.Response(body=report("b", busy=busy[0]))
+
+    told(poller, "joined", await serve(answer))
+    await heard.until(lambda _: len(heard.items) >= 3)
+    assert len(decoded) == 1 and heard.items[2][2] > heard.items[0][2]
+    busy[0] = 3
+    await poller.ask_now(30.0)
+    await heard.until(lambda item: item[1].models[0].busy == 3)
+    assert len(decoded) == 2
 
 
 async def test_gateways_are_not_polled_and_a_node_that_becomes_one_is_forgotten(

@@ -55,6 +55,7 @@ class NodeProcess:
     mesh_port: int = 0
     netns: str = ""  # network namespace to run in
     advertise: str | None = None  # None = the host, "" = the node finds its own address
+    mesh: str = ""  # more of the mesh section, such as "network: tailnet, "; what it says comes last
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -63,11 +64,15 @@ class NodeProcess:
 
     @property
     def api(self) -> str:
-        return f"http://{self.host}:{self.api_port}"
+        return f"http://{self._written}:{self.api_port}"
 
     @property
     def seed(self) -> str:
-        return f"{self.host}:{self.mesh_port}"
+        return f"{self._written}:{self.mesh_port}"
+
+    @property
+    def _written(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def log(self) -> str:
@@ -80,11 +85,14 @@ class NodeProcess:
         seeds = "".join(f'"{seed}", ' for seed in self.seeds)
         is_open = "" if "VIIWORK_MESH_SECRET" in self.env else "open: true, "
         advertise = self.host if self.advertise is None else self.advertise
+        network = "" if "network:" in self.mesh else "network: lan, "
+        interval = "" if "rejoin_interval:" in self.mesh else ", rejoin_interval: 1s"
+        host = self.host if advertise else "0.0.0.0"
         new.write_text(
             f"node: {{name: {self.name}, state_dir: {self.folder / self.name}}}\n"
-            f"api: {{host: {self.host if advertise else '0.0.0.0'}, port: {self.api_port}}}\n"
-            f"mesh: {{network: lan, advertise: '{advertise}', bind_port: {self.mesh_port}, {is_open}"
-            f"seeds: [{seeds}], rejoin_interval: 1s}}\n"
+            f"api: {{host: '{host}', port: {self.api_port}}}\n"
+            f"mesh: {{{network}{self.mesh}advertise: '{advertise}', bind_port: {self.mesh_port}, {is_open}"
+            f"seeds: [{seeds}]{interval}}}\n"
             f"{self.extra}\n" + (f"models:\n{self.models}" if self.models else "models: []\n")
         )
         new.rename(config)

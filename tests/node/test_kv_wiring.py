@@ -167,6 +167,19 @@ async def test_a_state_that_is_not_portable_is_probed_once(tmp_path: Path):
     assert client.saved == [0] and layouts.get("m/0") is None
 
 
+async def test_a_backend_that_takes_the_name_of_a_removed_one_is_learned_anew(tmp_path: Path):
+    client = Client()
+    layouts = layouts_of(Worker(), client, dispatcher())
+    layouts.changed(view(tmp_path))
+    await until(lambda: layouts.get("m/0"))
+    layouts.removed("m/0", "m")
+    assert layouts.get("m/0") is None and layouts.identity("m") is None
+    layouts.changed(view(tmp_path, url="http://e2"))  # its first process, as the removed one's was
+    await until(lambda: layouts.get("m/0"))
+    known = layouts.get("m/0")
+    assert known is not None and known.view.url == "http://e2" and len(client.saved) == 2
+
+
 async def test_a_probe_of_an_engine_that_is_gone_ends_and_gives_its_slot_back(tmp_path: Path):
     d, client = dispatcher(), Client()
     client.never = asyncio.Event()
@@ -205,7 +218,7 @@ async def test_a_turn_that_must_stay_stops_a_push_that_is_under_way():
     started: list[int] = []
     pusher = Pusher(
         KvShareSection(min_tokens=1),
-        KvPeers("a", None, None, lambda name: None),  # type: ignore[arg-type]
+        KvPeers("a", None, lambda name: None),  # type: ignore[arg-type]
         d,
         None,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]

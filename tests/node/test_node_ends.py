@@ -46,11 +46,11 @@ def children() -> set[int]:
 
 
 async def test_a_part_that_fails_ends_the_node_with_code_1(loaded, monkeypatch, caplog):
-    async def start(self: NodeMesh) -> None:
+    async def run(self: NodeMesh) -> None:
         raise LookupError("a bug")
 
     before = children()
-    monkeypatch.setattr(NodeMesh, "start", start)
+    monkeypatch.setattr(NodeMesh, "run", run)
     async with asyncio.timeout(20):
         assert await Node(loaded).run() == 1
     assert "LookupError: a bug" in caplog.text

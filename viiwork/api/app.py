@@ -12,15 +12,24 @@ from typing import cast
 from aiohttp import web
 
 from viiwork.api.admin import Admin
+from viiwork.api.body import Bodies
 from viiwork.api.guard import ORIGIN, ControlGuard, PageGuard
-from viiwork.api.inference import Inference
-from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins
+from viiwork.api.inference import REQUEST_HEADER, Inference
+from viiwork.api.outgoing import Silences
+from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins, Requests
 from viiwork.api.routes import POST, AnyRoute, ControlRoute, Route, RouteTable
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import Upgrade
 from viiwork.api.upstream import Upstreams
 from viiwork.errors import MethodNotAllowed, ViiworkError
-from viiwork.limits import BODIES_MAX_BYTES, BODY_MAX_BYTES, BODY_SILENCE_S, HEADER_READ_S, IDLE_S
+from viiwork.limits import (
+    BODIES_MAX_BYTES,
+    BODY_MAX_BYTES,
+    BODY_SILENCE_S,
+    COMMENT_EVERY_S,
+    HEADER_READ_S,
+    IDLE_S,
+)
 from viiwork.wire.channel import CHANNEL_PATH
 from viiwork.wire.openai import INFERENCE_PATHS
 
@@ -40,26 +49,32 @@ class ApiServer:
         channels: Channels | None = None,
         routes: Iterable[AnyRoute] = (),
         *,
+        requests: Requests,
         external: Callable[[str], External | None] = lambda backend: None,
         allows_origin: Callable[[str], bool] = lambda origin: False,
         upstreams: Upstreams | None = None,
         body_max_bytes: int = BODY_MAX_BYTES,
         bodies_max_bytes: int = BODIES_MAX_BYTES,
         body_silence_s: float = BODY_SILENCE_S,
+        comment_every_s: float = COMMENT_EVERY_S,
         header_read_s: float = HEADER_READ_S,
         idle_s: float = IDLE_S,
     ) -> None:
         self._upstreams = upstreams or Upstreams()
+        self._silences = Silences(comment_every_s)
+        bodies = Bodies(
+            body_max_bytes=body_max_bytes, bodies_max_bytes=bodies_max_bytes, body_silence_s=body_silence_s
+        )
         self.inference = Inference(
             dispatcher,
             origins,
             facts.name,
             self._upstreams,
+            bodies,
+            self._silences,
+            requests,
             facts.model_for,
             external=external,
-            body_max_bytes=body_max_bytes,
-            bodies_max_bytes=bodies_max_bytes,
-            body_silence_s=body_silence_s,
         )
         self._admin = Admin(facts)
         self._pages = PageGuard(allows_origin)
@@ -102,6 +117,7 @@ class ApiServer:
         if self._server is not None:
             await self._server.shutdown(_AT_ONCE_S)
             await self._idle.wait()  # cancelled handlers still give back what they hold
+        self._silences.stop()
         self._upstreams.close()
 
     def _own_routes(self, channels: Channels | None) -> Iterator[AnyRoute]:
@@ -115,6 +131,8 @@ class ApiServer:
         """Route, and turn every error into an answer; nothing of ours reaches the client but its kind."""
         self._n_running += 1
         self._idle.clear()
+        connection = cast(ClientConnection, request.protocol)
+        connection.request_id = ""
         try:
             if ORIGIN in request.headers and (answer := self._pages.judge(request)) is not None:
                 return answer
@@ -129,12 +147,19 @@ class ApiServer:
         except ConnectionError:
             raise  # the client left; there is nobody to answer
         except Exception:
-            log.exception("api.failed %s %s", request.method, request.raw_path[:200])
+            log.exception(
+                "api.failed request=%s %s %s",
+                connection.request_id or "-",
+                request.method,
+                request.raw_path[:200],
+            )
             answer = error_answer(ViiworkError("internal error"))
         finally:
             self._n_running -= 1
             if not self._n_running:
                 self._idle.set()
-        if not request.content.is_eof() or cast(ClientConnection, request.protocol).broken:
+        if connection.request_id:
+            answer.headers[REQUEST_HEADER] = connection.request_id
+        if not request.content.is_eof() or connection.broken:
             answer.force_close()  # the rest of the body is not worth reading
         return answer

@@ -13,39 +13,30 @@ from functools import lru_cache
 from typing import NoReturn, cast
 
 from aiohttp import web
-from aiohttp.http_writer import HttpVersion11
 from msgspec.structs import replace
 from yarl import URL
 
+from viiwork.api.body import Bodies
 from viiwork.api.connection import Address, Connection
 from viiwork.api.headers import header, request_head, safe_value
-from viiwork.api.ports import Dispatcher, External, Origins
-from viiwork.api.relay import Passed, cut, relay
+from viiwork.api.outgoing import ClientAnswer, Silences, has_stream
+from viiwork.api.ports import Dispatcher, External, Origins, Requests
+from viiwork.api.relay import Passed, relay
 from viiwork.api.server import ClientConnection, Sent
 from viiwork.api.upstream import Upstreams
+from viiwork.core.logline import line
 from viiwork.core.turn import Ask, Grant, Outcome, Result
 from viiwork.errors import (
     AllRoutesRefused,
-    BodyTimeout,
-    BodyTooLarge,
     NotFound,
     NotServedHere,
     RequestError,
-    TooManyBodies,
-    UnsupportedBody,
     UpstreamError,
     UpstreamStalled,
     UpstreamUnreachable,
     ViiworkError,
 )
-from viiwork.limits import (
-    BODIES_MAX_BYTES,
-    BODY_MAX_BYTES,
-    BODY_SILENCE_S,
-    REFUSAL_DRAIN_BYTES,
-    REFUSAL_DRAIN_S,
-    ROUTE_ATTEMPTS_MAX,
-)
+from viiwork.limits import REFUSAL_DRAIN_BYTES, REFUSAL_DRAIN_S, ROUTE_ATTEMPTS_MAX
 from viiwork.wire.conversation import SESSION_HEADER, forwarded_session
 from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
 from viiwork.wire.placement import (
@@ -65,6 +56,7 @@ _QUEUED = QUEUED_HEADER.lower().encode()
 _REFUSALS = frozenset((429, 503))
 # Said by a peer itself, not by the engine behind it, these mean that the route failed, not the request.
 _PEER_FAULTS = frozenset((401, 403, 500, 502, 504))
+_ENDS = frozenset(("done", "broken", "client_gone"))
 
 
 class _RouteFailed(Exception):
@@ -86,23 +78,22 @@ class Inference:
         origins: Origins,
         node: str,
         upstreams: Upstreams,
+        bodies: Bodies,
+        silences: Silences,
+        requests: Requests,
         model_for: Callable[[str], str | None],
         *,
         external: Callable[[str], External | None] = lambda backend: None,
-        body_max_bytes: int = BODY_MAX_BYTES,
-        bodies_max_bytes: int = BODIES_MAX_BYTES,
-        body_silence_s: float = BODY_SILENCE_S,
     ) -> None:
         self._dispatcher = dispatcher
         self._origins = origins
         self._node = node
         self._upstreams = upstreams
+        self._bodies = bodies
+        self._silences = silences
+        self._requests = requests
         self._model_for = model_for
         self._external = external
-        self._body_max_bytes = body_max_bytes
-        self._bodies_max_bytes = bodies_max_bytes
-        self._body_silence_s = body_silence_s
-        self._bodies_bytes = 0
         self._ids = random.Random()  # names, not secrets
         self._running: dict[str, _Run] = {}
 
@@ -120,54 +111,17 @@ class Inference:
     async def handle(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         """Answer one request for `path`, which is how the engine knows the endpoint."""
         connection = cast(ClientConnection, request.protocol)
-        taken = 0
+        connection.request_id = f"{self._ids.getrandbits(64):016x}"
+        body = b""
         try:
-            check_encoding(request)
-            if request.content.is_eof():
-                body = request.content.read_nowait()
-                if len(body) > self._body_max_bytes:
-                    raise BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
-            else:
-                body = await self._read(request)
-            if connection.broken:
-                raise RequestError("the body is not framed as HTTP demands")
-            taken = len(body)
-            self._count(taken)
+            body = await self._bodies.read(request)
             if connection.half_closed:
                 raise ClientClosedEarly("the client closed its side before it was answered")
             connection.needed = True
             return await self._answer(request, path, body)
         finally:
             connection.needed = False
-            self._bodies_bytes -= taken
-
-    def _count(self, n_bytes: int) -> None:
-        self._bodies_bytes += n_bytes
-        if self._bodies_bytes > self._bodies_max_bytes:
-            raise TooManyBodies("too many large requests at once")
-
-    async def _read(self, request: web.BaseRequest) -> bytes:
-        """The whole body. No slot is taken before it is complete."""
-        check_declared(request, self._body_max_bytes)
-        if expects_continue(request):
-            cast(asyncio.Transport, request.transport).write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        content = request.content
-        pieces: list[bytes] = []
-        n_bytes = 0
-        try:
-            while not content.at_eof():
-                async with asyncio.timeout(self._body_silence_s):
-                    piece = await content.readany()
-                n_bytes += len(piece)
-                if n_bytes > self._body_max_bytes:
-                    raise BodyTooLarge(f"the body is larger than {self._body_max_bytes} bytes")
-                self._count(len(piece))
-                pieces.append(piece)
-        except TimeoutError:
-            raise BodyTimeout(f"no piece of the body came for {self._body_silence_s:.0f} s") from None
-        finally:
-            self._bodies_bytes -= sum(map(len, pieces))
-        return b"".join(pieces)
+            self._bodies.free(body)
 
     async def _answer(self, request: web.BaseRequest, path: str, body: bytes) -> web.StreamResponse:
         path_qs = path + query_of(request)
@@ -175,6 +129,9 @@ class Inference:
         entry = self._origins.forwarded_by(
             request.method, request.raw_path, headers, body, request.remote or ""
         )
+        connection = cast(ClientConnection, request.protocol)
+        if entry is not None and _ID.fullmatch(told := headers.get(REQUEST_HEADER, "")):
+            connection.request_id = told  # so that both nodes' logs tell of one request
         wanted = peek(path, headers, body)
         alias: str | None = None
         # Once, where the client came in: a peer gets the model's own name.
@@ -183,7 +140,7 @@ class Inference:
         # A forward has been placed by its entry node, which tells how long it may wait here.
         place = ANYWHERE if entry else placement(path_qs[len(path) + 1 :], headers.getall(PREFER_HEADER, ()))
         ask = Ask(
-            request_id=self._request_id(headers.get(REQUEST_HEADER, "") if entry is not None else ""),
+            request_id=connection.request_id,
             model=wanted.model,
             session=forwarded_session(headers) if entry is not None else None,
             session_key=wanted.session_key,
@@ -198,47 +155,83 @@ class Inference:
             forwarded_by=entry,
             wait_ms=wait_ms(headers.get(WAIT_HEADER, "")) if entry else 0,
         )
+        run = _Run(ClientAnswer(request, path), ask)
+        self._running[ask.request_id] = run
+        if wanted.stream and has_stream(path):
+            self._silences.enter(run.client)
+        try:
+            return await self._route(request, path_qs, body, wanted, run)
+        except ViiworkError as error:
+            self._requests.unserved(ask, error, run.since)
+            if not run.client.head_sent:
+                raise
+            if entry is not None:
+                run.client.cut()  # its entry node has sent nothing but comments either, and tries elsewhere
+            else:
+                run.client.fail(error)
+            return Sent(keep_alive=False)
+        except asyncio.CancelledError:
+            if not run.granted:
+                self._requests.left(ask, run.since)
+            raise
+        except Exception:
+            if not run.client.head_sent:
+                raise
+            # Half an answer is out: a second head inside of it would be taken for content.
+            log.exception("relay.failed request=%s", ask.request_id)
+            run.client.cut(reset=True)
+            return Sent(keep_alive=False)
+        finally:
+            self._silences.leave(run.client)
+            if self._running.get(ask.request_id) is run:  # a peer may name two requests alike
+                del self._running[ask.request_id]
+
+    async def _route(
+        self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, run: _Run
+    ) -> web.StreamResponse:
+        """Try one place after the other until one gave the answer."""
         exclude: list[str] = []
         failure: _RouteFailed | None = None
         for _ in range(ROUTE_ATTEMPTS_MAX):
             try:
-                grant = await self._dispatcher.acquire(ask, exclude)
+                grant = await self._dispatcher.acquire(run.ask, exclude)
             except (AllRoutesRefused, NotFound, NotServedHere) as error:
                 raise _told(error, failure) from None
+            run.granted = True
             try:
-                return await self._run(request, path_qs, body, wanted, grant)
+                return await self._run(request, path_qs, body, wanted, grant, run)
             except _RouteFailed as failed:
-                log.info("route.failed %s on %s: %s", ask.request_id, grant.node, failed.detail)
+                text = line("route.failed", request=run.ask.request_id, node=grant.node, detail=failed.detail)
+                log.info("%s", text)
                 failure = failed
                 exclude.append(grant.node)
+                run.granted = False
         raise _told(AllRoutesRefused("every route refused the request"), failure)
 
-    def _request_id(self, told: str) -> str:
-        """The id its entry node gave a forward, so that both logs tell of one request; else a new one."""
-        return told if told and _ID.fullmatch(told) else f"{self._ids.getrandbits(64):016x}"
-
     async def _run(
-        self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
+        self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant, run: _Run
     ) -> web.StreamResponse:
         """Run the request where it was granted; the grant is given back on every way out."""
         started = time.monotonic()
         passed = Passed()
         answer: Connection | None = None
         status = 0
-        run = _Run()
-        self._running[grant.ask.request_id] = run
+        self._requests.granted(grant)
         try:
-            async with run.before_answer:
+            patience = self._silences.patience(forward=grant.is_forward, wait_s=grant.wait_ms / 1000)
+            run.client.granted(self._said(grant), patience)
+            async with asyncio.timeout(None) as run.before_answer:
                 answer = await self._send(request, path_qs, body, wanted, grant)
-            grant.answered = True
             status = answer.head.status
             if status in _REFUSALS or (grant.is_forward and _is_peer_fault(answer)):
                 await self._refused(answer)
             run.answer = answer
             if grant.is_forward:
                 grant.queued_s += wait_ms(header(answer.head.headers, _QUEUED).decode("latin-1")) / 1000
-            path = path_qs.partition("?")[0]
-            await relay(request, answer, self._said(grant), path, passed, peer=grant.is_forward)
+                run.client.say(self._said(grant))
+            await relay(request, run.client, answer, grant, passed)
+            if passed.result == "unreachable":
+                raise _RouteFailed("unreachable", status, passed.detail)
             return Sent(passed.keep_alive)
         except _RouteFailed as failed:
             passed.result, passed.detail = failed.result, failed.detail
@@ -249,21 +242,17 @@ class Inference:
         except TimeoutError:
             passed.result, passed.detail = "stalled", run.why
             raise _RouteFailed("stalled", detail=run.why) from None
+        except ConnectionError:
+            passed.result, passed.detail = "client_gone", "the client left"
+            return Sent(keep_alive=False)
         except asyncio.CancelledError:
             if cast(ClientConnection, request.protocol).lost:
                 passed.result, passed.detail = "client_gone", "the client left"
             else:
                 passed.result, passed.detail = "broken", "the node stopped"
             raise
-        except Exception:
-            if not passed.first_byte_sent:
-                raise
-            # Half an answer is out: a second head inside of it would be taken for content.
-            log.exception("relay.failed %s", grant.ask.request_id)
-            cut(request, reset=True)
-            return Sent(keep_alive=False)
         finally:
-            del self._running[grant.ask.request_id]
+            run.answer = run.before_answer = None
             if answer is not None:
                 self._upstreams.give_back(answer)
             first = passed.first_content_at
@@ -277,10 +266,8 @@ class Inference:
                 detail=passed.detail,
             )
             self._dispatcher.finish(grant, outcome)
-            if passed.result in ("broken", "client_gone"):
-                log.info(
-                    "request.%s %s on %s: %s", passed.result, grant.ask.request_id, grant.node, passed.detail
-                )
+            if passed.result in _ENDS:
+                self._requests.ended(grant, outcome, run.since)
 
     async def _send(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, grant: Grant
@@ -330,7 +317,7 @@ class Inference:
         result: Result = "refused" if answer.head.status in _REFUSALS else "unreachable"
         raise _RouteFailed(result, answer.head.status, f"answered {answer.head.status}")
 
-    def _said(self, grant: Grant) -> list[bytes]:
+    def _said(self, grant: Grant) -> bytes:
         """Our own header lines of an answer."""
         ask = grant.ask
         lines = [
@@ -347,16 +334,20 @@ class Inference:
             lines.append(f"X-Viiwork-Origin: {safe_value(entry)}\r\n")
         if grant.queued_s > 0:
             lines.append(f"{QUEUED_HEADER}: {math.ceil(grant.queued_s * 1000)}\r\n")
-        return ["".join(lines).encode()]
+        return "".join(lines).encode()
 
 
 class _Run:
-    """A request at its place, so far as giving it up needs to know."""
+    """A request from its first route to its end, so far as giving up its place needs to know."""
 
-    __slots__ = ("answer", "before_answer", "why")
+    __slots__ = ("answer", "ask", "before_answer", "client", "granted", "since", "why")
 
-    def __init__(self) -> None:
-        self.before_answer = asyncio.timeout(None)
+    def __init__(self, client: ClientAnswer, ask: Ask) -> None:
+        self.client = client
+        self.ask = ask
+        self.since = time.monotonic()
+        self.granted = False  # a place has it, which tells of its end
+        self.before_answer: asyncio.Timeout | None = None  # while its upstream is silent
         self.answer: Connection | None = None
         self.why = ""
 
@@ -365,7 +356,7 @@ class _Run:
         if self.answer is not None:
             self.answer.abort()
             self.answer.fail(ConnectionAbortedError(why))
-        elif not self.before_answer.expired():
+        elif self.before_answer is not None and not self.before_answer.expired():
             self.before_answer.reschedule(0.0)
 
 
@@ -373,27 +364,6 @@ class ClientClosedEarly(RequestError):
     """Nobody is there to be answered."""
 
     code = "client_closed"
-
-
-def check_declared(request: web.BaseRequest, most_bytes: int) -> None:
-    """Refuse by the head alone what would be refused after reading."""
-    length = request.content_length
-    if length is not None and length > most_bytes:
-        raise BodyTooLarge(f"the body is larger than {most_bytes} bytes")
-
-
-def check_encoding(request: web.BaseRequest) -> None:
-    """Refuse what can be known not to be JSON; any other label is ignored, as the engine ignores it."""
-    headers = request.headers
-    if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-        raise UnsupportedBody("compressed request bodies are not supported")
-    if headers.get("Content-Type", "").lstrip().lower().startswith("multipart/"):
-        raise UnsupportedBody("multipart bodies are not supported; send JSON")
-
-
-def expects_continue(request: web.BaseRequest) -> bool:
-    expect = request.headers.get("Expect", "")
-    return expect.lower() == "100-continue" and request.version >= HttpVersion11
 
 
 def query_of(request: web.BaseRequest) -> str:

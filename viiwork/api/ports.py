@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from viiwork.core.turn import Ask, Grant, Outcome
+from viiwork.errors import ViiworkError
 
 
 class Dispatcher(Protocol):
@@ -21,6 +22,27 @@ class Dispatcher(Protocol):
 
     def finish(self, grant: Grant, outcome: Outcome) -> None:
         """Give the grant back; a second call does nothing."""
+        ...
+
+
+class Requests(Protocol):
+    """Hears of every request: `granted` for each place that is tried, then one of the others, once.
+
+    `since` is when its body was read, in monotonic seconds.
+    """
+
+    def granted(self, grant: Grant) -> None: ...
+
+    def ended(self, grant: Grant, outcome: Outcome, since: float) -> None:
+        """An answer came: it is done, broke off, or its client left."""
+        ...
+
+    def unserved(self, ask: Ask, error: ViiworkError, since: float) -> None:
+        """The node itself answered, with an error."""
+        ...
+
+    def left(self, ask: Ask, since: float) -> None:
+        """The client left while its request waited for a place."""
         ...
 
 
@@ -124,6 +146,35 @@ class Channels(Protocol):
     def take(self, admitted: Any, sock: socket.socket) -> None:
         """Own the raw socket from now on."""
         ...
+
+
+class Viewer(Protocol):
+    """A client of the mesh stream."""
+
+    def put(self, frame: bytes) -> None:
+        """Queue one event; a viewer that is too far behind is cut off instead."""
+        ...
+
+    def close(self) -> None:
+        """Let the stream end."""
+        ...
+
+
+class Hub(Protocol):
+    """The mesh as those see it who watch it through this node."""
+
+    async def cluster(self) -> bytes:
+        """Body of `/v1/cluster`."""
+        ...
+
+    @property
+    def n_viewers(self) -> int: ...
+
+    def enter(self, viewer: Viewer) -> None:
+        """Give a new viewer the whole picture, then every change, until it leaves."""
+        ...
+
+    def leave(self, viewer: Viewer) -> None: ...
 
 
 class AliasTable(Protocol):

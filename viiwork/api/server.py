@@ -83,6 +83,7 @@ class ClientConnection(RequestHandler):
         super().__init__(*args, **kwargs)
         self._header_read_s = header_read_s
         self._header_timer: asyncio.TimerHandle | None = None
+        self.request_id = ""  # of the inference request being answered
         self.needed = False  # work runs that is only worth while somebody waits for it
         self.half_closed = False
         self.lost = False

@@ -7,7 +7,7 @@ from typing import cast
 
 from aiohttp import web
 
-from viiwork.api.inference import check_declared, expects_continue
+from viiwork.api.body import check_declared, expects_continue
 from viiwork.api.server import ClientConnection
 from viiwork.errors import BodyTimeout, BodyTooLarge, RequestError
 

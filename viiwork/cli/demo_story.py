@@ -30,6 +30,7 @@ from viiwork.cli.demo_nodes import (
     stop,
     wait_until_ready,
 )
+from viiwork.config.fault import printable
 from viiwork.errors import KvError, UsageError
 from viiwork.host.demo_model import SIZE_MIB, ensure_demo_model
 
@@ -69,6 +70,8 @@ async def tell(args: argparse.Namespace, console: Console) -> int:
             model = await asyncio.to_thread(ensure_demo_model)
     else:
         model = args.model.resolve()
+        if not str(model).isprintable():
+            raise UsageError(f"--model {printable(str(model))}: a config cannot hold this name")
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     # SIGHUP too: a closed terminal must not leave nodes behind.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvloop
 
-from viiwork.cli.logs import set_up_logging
+from viiwork.cli.logs import FORMATS, set_up_logging
 from viiwork.config.load import default_config_path, load_config
 
 
@@ -28,6 +28,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="PATH",
         help="the node's config file (default: %(default)s)",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="lines for people, or one JSON object each (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -37,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     # Only `serve` needs the whole node; the other commands stay light.
     from viiwork.node.node import Node
 
-    set_up_logging(debug=os.environ.get("VIIWORK_DEBUG") == "1")
+    set_up_logging(debug=os.environ.get("VIIWORK_DEBUG") == "1", log_format=args.log_format)
     loaded = load_config(args.config, os.environ)
     for warning in loaded.warnings:
         logging.getLogger("viiwork.config").warning("%s", warning)

@@ -35,8 +35,11 @@ def read_secrets(mesh: MeshSection, env: Mapping[str, str]) -> MeshSecrets:
     if not mesh.open and current is None:
         expected = f"a secret in the environment variable {mesh.secret_env}, or mesh.open: true"
         raise Fault("mesh.secret_env", expected, "neither")
-    if mesh.secret_enforce != "full" and current is None:
-        raise Fault("mesh.secret_enforce", "full in a mesh without a secret", mesh.secret_enforce)
+    if mesh.secret_enforce != "full":
+        expected = (
+            "full (gossip is encrypted both ways or not at all: restart the nodes of an open mesh together)"
+        )
+        raise Fault("mesh.secret_enforce", expected, mesh.secret_enforce)
     return MeshSecrets(current, previous)
 
 
@@ -48,6 +51,7 @@ def decode_secret(path: str, variable: str, env: Mapping[str, str]) -> bytes | N
     expected = f"the standard base64 of {SECRET_BYTES} bytes in {variable}"
     if len(text) != _SECRET_CHARS:
         hint = " (quotes included)" if text[0] in "\"'" else ""
+        hint = " (a byte order mark included)" if text[0] == "\ufeff" else hint
         raise Fault(path, expected, f"{len(text)} characters{hint} instead of {_SECRET_CHARS}")
     try:
         secret = base64.b64decode(text, validate=True)

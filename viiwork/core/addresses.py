@@ -8,8 +8,9 @@ from typing import Literal
 Network = Literal["tailnet", "lan"]
 
 _LAN = tuple(ipaddress.ip_network(n) for n in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"))
-_TAILNET = (ipaddress.ip_network("100.64.0.0/10"),)
-_TAILNET_V6 = ipaddress.IPv6Network("fd7a:115c:a1e0::/48")
+_TAILNET = (ipaddress.ip_network("100.64.0.0/10"), ipaddress.ip_network("fd7a:115c:a1e0::/48"))
+# Inside the tailnet's ranges, but answered by each machine's own tailscaled.
+_TAILNET_OWN = frozenset(ipaddress.ip_address(a) for a in ("100.100.100.100", "fd7a:115c:a1e0::53"))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -24,7 +25,7 @@ def is_acceptable(addr: str, network: Network, *, loopback_ok: bool = False) -> 
         ip = _embedded(ipaddress.ip_address(addr))
     except ValueError:
         return False
-    if ip.is_unspecified or ip.is_link_local or ip.is_multicast:
+    if "%" in addr or ip.is_unspecified or ip.is_link_local or ip.is_multicast or ip in _TAILNET_OWN:
         return False
     if ip.is_loopback:
         return loopback_ok
@@ -33,12 +34,8 @@ def is_acceptable(addr: str, network: Network, *, loopback_ok: bool = False) -> 
 
 
 def is_tailnet(addr: str) -> bool:
-    """True for an IPv4 address of 100.64.0.0/10."""
-    try:
-        ip = ipaddress.ip_address(addr)
-    except ValueError:
-        return False
-    return ip.version == 4 and ip in _TAILNET[0]
+    """True for an address of 100.64.0.0/10 or fd7a:115c:a1e0::/48 that a machine of the tailnet may have."""
+    return is_acceptable(addr, "tailnet")
 
 
 def is_private_path(addr: str) -> bool:
@@ -47,7 +44,7 @@ def is_private_path(addr: str) -> bool:
         ip = _embedded(ipaddress.ip_address(addr.partition("%")[0]))
     except ValueError:
         return False
-    return ip.is_loopback or ip in (_TAILNET_V6 if isinstance(ip, ipaddress.IPv6Address) else _TAILNET[0])
+    return ip.is_loopback or any(ip.version == net.version and ip in net for net in _TAILNET)
 
 
 def is_loopback(addr: str) -> bool:

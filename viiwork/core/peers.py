@@ -8,7 +8,7 @@ report asked for after the refusal has come.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from viiwork.core.capacity import ModelCapacity, PeerReport, is_fresh
 
@@ -90,6 +90,13 @@ class PeerTable:
             del listed[node]
             if not listed:
                 del self._of_model[name]
+
+    def slept(self, seconds: float) -> None:
+        """This machine was suspended: every report is older than the clock of a process tells."""
+        for peer in self._peers.values():
+            if (known := peer.report) is not None:
+                requested_at, received_at = known.requested_at - seconds, known.received_at - seconds
+                peer.report = replace(known, requested_at=requested_at, received_at=received_at)
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:

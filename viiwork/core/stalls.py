@@ -22,7 +22,7 @@ class Running:
     request_id: str
     backend: str
     since: float
-    answered: bool  # the head of the answer has come
+    answered: bool  # more than comments of the answer has come
 
 
 class StallWatch:

@@ -66,7 +66,7 @@ class Grant(Struct, eq=False):
     queued_s: float = 0.0
     lease: int = 0  # lease number in the slot table, 0 when none was needed
     wait_ms: int = 0  # how long a forward may wait for a slot at its peer, 0 = not at all
-    answered: bool = False  # the head of the upstream's answer has come
+    answered: bool = False  # more than comments of the upstream's answer has come
     finished: bool = False
 
     @property

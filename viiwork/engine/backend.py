@@ -178,7 +178,6 @@ class Backend:
             reason=self._ladder.reason,
             save_dir=self._save_dir,
             embedded=self._embedded,
-            engine=self.model.engine,
         )
 
     # -- the ladder's driver -----------------------------------------------------------------------

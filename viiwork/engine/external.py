@@ -136,7 +136,6 @@ class ExternalBackend:
             reason=self._reason,
             save_dir=None,
             embedded=False,
-            engine=self.model.engine,
         )
 
     # -- looking at it -----------------------------------------------------------------------------

@@ -30,4 +30,3 @@ class BackendView:
     reason: str  # one line why it is not healthy, "" when it is
     save_dir: Path | None
     embedded: bool
-    engine: str  # as in the config

@@ -1,4 +1,4 @@
-"""This machine's addresses: the one of the default route, all of them, and who holds a port."""
+"""This machine's addresses: the one of the default route, those it holds now, and who holds a port."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import ipaddress
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
 
 _ROUTE4 = Path("/proc/net/route")
 _ROUTE6 = Path("/proc/net/ipv6_route")
+_IF_INET6 = Path("/proc/net/if_inet6")
 _RTF_UP, _RTF_REJECT = 0x1, 0x200
+_IFA_UNSTABLE = 0x01 | 0x08 | 0x20 | 0x40  # temporary, duplicate, deprecated, not checked yet
 _TIMEOUT_S = 5.0
 
 
@@ -25,11 +27,18 @@ def default_route_address() -> str | None:
     addresses too, and they are valid only here.
     """
     by_interface = _interface_addresses()
+    unstable = _unstable_addresses()
     for family, interfaces in ((4, _default_interfaces(4)), (6, _default_interfaces(6))):
         for interface in interfaces:
-            if address := usable_address(by_interface.get(interface, ()), family):
+            if address := usable_address(by_interface.get(interface, ()), family, unstable):
                 return address
     return None
+
+
+def holds_address(ip: str) -> bool:
+    """True while an interface that is up has the address."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return any(ip in found for name, found in _interface_addresses().items() if name in up)
 
 
 def address_towards(ip: str, port: int) -> str | None:
@@ -60,13 +69,33 @@ def port_owner(port: int, protocol: str) -> str | None:
     return None
 
 
-def usable_address(addresses: Iterable[str], family: int) -> str | None:
-    """First address of the family that other machines can use. Pure."""
+def usable_address(
+    addresses: Iterable[str], family: int, unstable: Collection[str] = frozenset()
+) -> str | None:
+    """The address of the family that other machines can use for longest. Pure.
+
+    Private IPv6 addresses come before public ones, which change with the provider's prefix; temporary ones
+    are taken only when there is nothing else.
+    """
+    usable = []
     for text in addresses:
         ip = ipaddress.ip_address(text)
         if ip.version == family and not (ip.is_loopback or ip.is_link_local or ip.is_unspecified):
-            return text
-    return None
+            usable.append((text in unstable, family == 6 and not ip.is_private, text))
+    return min(usable, key=lambda u: u[:2])[2] if usable else None
+
+
+def parse_if_inet6(text: str) -> frozenset[str]:
+    """IPv6 addresses that will not last or cannot be used yet, from /proc/net/if_inet6. Pure."""
+    found = set()
+    for line in text.splitlines():
+        fields = line.split()
+        try:
+            if len(fields) == 6 and int(fields[4], 16) & _IFA_UNSTABLE:
+                found.add(str(ipaddress.IPv6Address(int(fields[0], 16))))
+        except ValueError:
+            continue
+    return frozenset(found)
 
 
 def parse_proc_route(text: str) -> list[str]:
@@ -133,6 +162,13 @@ def _default_interfaces(family: int) -> list[str]:
         return parse(path.read_text())
     except OSError:
         return []
+
+
+def _unstable_addresses() -> frozenset[str]:
+    try:
+        return parse_if_inet6(_IF_INET6.read_text())
+    except OSError:
+        return frozenset()
 
 
 def _interface_addresses() -> dict[str, list[str]]:

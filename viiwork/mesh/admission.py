@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from viiwork.core.addresses import Network, is_acceptable
 from viiwork.core.names import node_name_problem
+from viiwork.mesh.keys import key_id, read_ids
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.values import Member, MemberState, split_host_port
 
@@ -35,7 +36,10 @@ class MeshIdentity:
 
     def meta(self) -> dict[str, str]:
         """What gossip carries about this node; model names are not in it, they come by capacity polls."""
-        return {"v": META_VERSION, "api": str(self.api_port), "ver": self.version, "role": self.role}
+        meta = {"v": META_VERSION, "api": str(self.api_port), "ver": self.version, "role": self.role}
+        if self.keys:
+            meta["k"] = ",".join(key_id(key) for key in self.keys)
+        return meta
 
 
 def admit(
@@ -66,6 +70,7 @@ def admit(
         # A role we do not know runs nothing we could ask for.
         role="node" if meta.get("role", "node") == "node" else "gateway",
         epoch=epoch,
+        key_ids=read_ids(meta.get("k", "")),
     )
 
 

@@ -15,13 +15,13 @@ def unread_packets(before: kinship.Stats, after: kinship.Stats, *, is_open: bool
         found.append(
             ("secret", f"{n} gossip packets could not be decrypted: a node's mesh secret differs from ours")
         )
-    if is_open and (n := after.decode_errors - before.decode_errors):
-        found.append(
-            (
-                "mode",
-                f"{n} gossip packets could not be read: the secret differs, a node has one and we are open",
-            )
+    if n := after.decode_errors - before.decode_errors:
+        what = (
+            "could not be read: the secret differs, a node has one and we are open"
+            if is_open
+            else "were not encrypted: the secret differs, a node has none and we are secured"
         )
+        found.append(("mode", f"{n} gossip packets {what}, or something else sends to the port"))
     return found
 
 

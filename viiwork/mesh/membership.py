@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import ipaddress
 import logging
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -25,15 +23,21 @@ from viiwork.errors import DuplicateName, MeshError, NoOwnAddress, PortTaken
 from viiwork.limits import (
     DEPARTED_KEPT_S,
     DEPARTED_MAX,
+    FORMER_ADDRESSES_MAX,
+    GOSSIP_MAX_BYTES,
+    GOSSIP_STREAM_S,
+    HURRY_S,
     LEAVE_TIMEOUT_S,
     MEMBERS_MAX,
+    MOVE_GRACE_S,
     NAME_GRACE_S,
-    PEER_CONNECT_S,
 )
 from viiwork.mesh.admission import MeshIdentity, admit
 from viiwork.mesh.counters import UDP_LOOK_S, udp_loss, unread_packets
-from viiwork.mesh.kinship_log import route_kinship_log
+from viiwork.mesh.keys import sending_key
+from viiwork.mesh.library_log import route_kinship_log
 from viiwork.mesh.notices import Problems, one_line
+from viiwork.mesh.probe import is_own, listens, taken_protocols
 from viiwork.mesh.values import EventKind, Member, MemberEvent, MemberState, host_port, split_host_port
 
 log = logging.getLogger(__name__)
@@ -54,8 +58,9 @@ class Membership:
     """Owner of the member table.
 
     `on_event` hears everything that happens to other members, in order, and conflicts of any name once a
-    minute. `on_fatal` is called once if this node must give up its name. `on_message` gets what members sent
-    with `send`; the name of the sender is what it claims. All run on the event loop.
+    minute. `on_message` gets what members sent with `send`; the name of the sender is what it claims.
+    `on_key` hears which secret to sign with, whenever that changes. `on_fatal` is called once if this node
+    must give up its name. All run on the event loop.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Membership:
         *,
         on_event: Callable[[MemberEvent], None],
         on_fatal: Callable[[MeshError], None] | None = None,
+        on_key: Callable[[bytes], None] | None = None,
         on_message: Callable[[str, bytes], None] | None = None,
         port_owner: Callable[[int, str], str | None] | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -72,6 +78,7 @@ class Membership:
         self._id = identity
         self._on_event = on_event
         self._on_fatal = on_fatal
+        self._on_key = on_key
         self._on_message = on_message
         self._port_owner = port_owner
         self._now = now
@@ -83,6 +90,8 @@ class Membership:
         self._problems = Problems()
         self._tasks: list[asyncio.Task[None]] = []
         self._duel: asyncio.Task[None] | None = None  # while it is open who keeps our name
+        self._former: dict[str, None] = {}  # our gossip addresses before the last move, oldest first
+        self._key = identity.keys[-1] if identity.keys else b""  # the one we send with
         self._fatal = False
 
     async def start(self) -> None:
@@ -90,16 +99,46 @@ class Membership:
         if problem := node_name_problem(self._id.name):
             raise MeshError(f"node name {self._id.name!r} {problem}; set node.name")
         await asyncio.to_thread(route_kinship_log)
+        await self._open()
+
+    async def move(self, addr: str) -> None:
+        """Go on at another address of this machine; raises as `start`, and may then be called again.
+
+        Nobody is told goodbye: the old address is gone. Members are kept until they are met again or
+        MOVE_GRACE_S have passed, so that sessions stay with their hosts.
+        """
+        if self._cluster is not None:
+            self._former.pop(self.local().gossip, None)
+            self._former[self.local().gossip] = None
+            while len(self._former) > FORMER_ADDRESSES_MAX:
+                del self._former[next(iter(self._former))]
+        await self._close(leave_s=None)
+        self._id = replace(self._id, addr=addr)
+        await self._open()
+
+    @property
+    def is_running(self) -> bool:
+        return self._cluster is not None
+
+    async def stop(self) -> None:
+        """Say goodbye within LEAVE_TIMEOUT_S, then close."""
+        await self._close(leave_s=LEAVE_TIMEOUT_S)
+
+    async def _open(self) -> None:
         bind = host_port(self._id.addr, self._id.port)
+        keys = [self._key, *(key for key in self._id.keys if key != self._key)] if self._id.keys else []
         try:
             config = kinship.Config.lan(
                 name=self._id.name,
                 bind=bind,
                 cluster=CLUSTER,
                 seeds=[],  # joined by `join`, one at a time, so that one dead seed delays nobody
-                keys=list(self._id.keys),
+                keys=keys,
                 insecure_plaintext=self._id.is_open,
                 max_members=MEMBERS_MAX,
+                udp_max_payload=GOSSIP_MAX_BYTES,
+                tcp_timeout=GOSSIP_STREAM_S,
+                join_retries=1,  # the next round of discovery tries again
                 meta=self._id.meta(),
             )
             cluster = kinship.Cluster(config)
@@ -112,21 +151,13 @@ class Membership:
         if self._id.is_open and not is_loopback(self._id.addr):
             log.warning("the mesh is open: anyone who reaches %s can join and read prompts", bind)
         events = cluster.events()
-        self._resync(cluster)
         self._tasks = [
             asyncio.create_task(self._consume(cluster, events), name="mesh-events"),
             asyncio.create_task(self._watch(cluster), name="mesh-watch"),
+            asyncio.create_task(self._settle(cluster), name="mesh-settle"),
         ]
 
-    async def join(self, addresses: list[str]) -> int:
-        """Try each `ip:port`; returns how many answered. Failures are no errors: they become problems."""
-        answered = 0
-        for address in addresses:
-            answered += await self._join_one(address)
-        return answered
-
-    async def stop(self) -> None:
-        """Say goodbye within LEAVE_TIMEOUT_S, then close."""
+    async def _close(self, *, leave_s: float | None) -> None:
         cluster, self._cluster = self._cluster, None
         tasks, self._tasks = [*self._tasks, *([self._duel] if self._duel else [])], []
         for task in tasks:
@@ -135,10 +166,24 @@ class Membership:
         if cluster is None:
             return
         try:
-            with contextlib.suppress(kinship.KinshipClosed):
-                await cluster.leave(LEAVE_TIMEOUT_S)
+            if leave_s is not None:
+                with contextlib.suppress(kinship.KinshipClosed):
+                    await cluster.leave(leave_s)
         finally:
             await cluster.close()
+
+    async def _settle(self, cluster: kinship.Cluster) -> None:
+        """Let go of members from before a move that were not met again."""
+        if self._members:
+            await self._sleep(MOVE_GRACE_S)
+        self._resync(cluster)
+
+    async def join(self, addresses: list[str]) -> int:
+        """Try each `ip:port`; returns how many answered. Failures are no errors: they become problems."""
+        answered = 0
+        for address in addresses:
+            answered += await self._join_one(address)
+        return answered
 
     async def send(self, name: str, data: bytes) -> None:
         """Send a member at most 64 KiB, the first byte for their kind; nothing tells whether they came."""
@@ -191,10 +236,10 @@ class Membership:
         try:
             # Literals only: a name would be looked up, for up to half a minute, by whoever answers DNS.
             address = host_port(*split_host_port(address))
-            answered = await cluster.join([address])
+            answered = await self._join_with_either(cluster, address)
         except kinship.JoinError:
             # kinship cannot tell a silent machine from one that could not read us; a connect can.
-            if self._cluster is not None and await _listens(address):
+            if self._cluster is not None and await listens(address):
                 self._problem(
                     f"join {address}",
                     f"{address} takes connections but does not answer: its secret differs from ours, "
@@ -202,19 +247,29 @@ class Membership:
                     "or something else has the port",
                 )
             return 0
+        except kinship.KinshipClosed:
+            return 0  # stopped or moved meanwhile
         except (kinship.KinshipError, ValueError) as error:
             self._problem(f"join {address[:64]}", f"cannot join: {error}")
             return 0
         self._problems.clear(f"join {address}")
         return answered
 
+    async def _join_with_either(self, cluster: kinship.Cluster, address: str) -> int:
+        """With two secrets a lonely node cannot know which one the others have: it tries both."""
+        if len(self._id.keys) < 2 or self._members:
+            return await cluster.join([address])
+        try:
+            return await cluster.join([address])
+        except kinship.JoinError:
+            await self._send_with(cluster, next(key for key in self._id.keys if key != self._key))
+            return await cluster.join([address])
+
     def _bind_error(self, error: OSError) -> MeshError:
         # kinship's error carries no errno: find out ourselves what is wrong.
-        if _bind_errno(self._id.addr, 0, socket.SOCK_DGRAM) is not None:
+        if not is_own(self._id.addr):
             return NoOwnAddress(f"{self._id.addr} is no address of this machine; check mesh.advertise")
-        kinds = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
-        errors = {name: _bind_errno(self._id.addr, self._id.port, kind) for name, kind in kinds.items()}
-        taken = [name for name, number in errors.items() if number == errno.EADDRINUSE]
+        taken = taken_protocols(self._id.addr, self._id.port)
         if not taken:
             return MeshError(f"cannot listen on {host_port(self._id.addr, self._id.port)}: {error}")
         owner = self._port_owner(self._id.port, taken[0]) if self._port_owner else None
@@ -223,6 +278,23 @@ class Membership:
             f"gossip port {self._id.port}/{' and '.join(taken)} on {self._id.addr} is taken{by}; "
             "stop that process or set mesh.bind_port on every node"
         )
+
+    # -- secrets -----------------------------------------------------------------------------------
+    async def _choose_key(self, cluster: kinship.Cluster) -> None:
+        if len(self._id.keys) < 2 or not self._members:
+            return
+        await self._send_with(
+            cluster, sending_key(self._id.keys, [m.key_ids for m in self._members.values()])
+        )
+
+    async def _send_with(self, cluster: kinship.Cluster, key: bytes) -> None:
+        if key == self._key:
+            return
+        self._key = key
+        await cluster.keyring.use(key)
+        log.info("mesh.secret using=%s", "current" if key == self._id.keys[0] else "previous")
+        if self._on_key is not None:
+            self._on_key(key)
 
     # -- events ------------------------------------------------------------------------------------
     async def _consume(self, cluster: kinship.Cluster, events: kinship.EventStream) -> None:
@@ -247,6 +319,7 @@ class Membership:
                         self._hear(m.name, data)
                     case kinship.EventsLost():
                         self._resync(cluster)
+                await self._choose_key(cluster)
         except Exception as error:
             # Whatever it was, nobody would hear of a change any more: better to stop than to go on blind.
             log.exception("membership stopped")
@@ -273,6 +346,8 @@ class Membership:
             return
         self._members[member.name] = member
         self._departed.pop(member.name, None)
+        if known is None or known.gossip != member.gossip:
+            self._problems.clear(f"name {member.name}")  # two claimed it; one has it now
         if known is None:
             kind = "joined"  # whatever gossip calls it: the node has not heard of this member yet
         elif kind == "joined":
@@ -317,6 +392,8 @@ class Membership:
 
     def _conflict(self, raw: kinship.Member, other_addr: str) -> None:
         if raw.name == self._id.name:
+            if other_addr in self._former:
+                return  # the others have not forgotten where we were
             line = f"another node at {other_addr} bears our name {raw.name!r}; give one another node.name"
             due = self._problem(f"name {raw.name}", line)
             if self._now() - self._born_at >= NAME_GRACE_S:
@@ -351,6 +428,8 @@ class Membership:
     async def _watch(self, cluster: kinship.Cluster) -> None:
         seen = udp_seen = cluster.stats()
         udp_due_at = self._now() + UDP_LOOK_S
+        # Who has just moved is not heard until its old record expires, which looks like lost datagrams.
+        quiet_until = self._now() + HURRY_S if self._former else 0.0
         with contextlib.suppress(kinship.KinshipClosed):
             while True:
                 await self._sleep(_WATCH_S)
@@ -359,7 +438,8 @@ class Membership:
                     self._problem(key, line)
                 seen = stats
                 if self._now() >= udp_due_at:
-                    if found := udp_loss(udp_seen, stats, self.local().gossip_port):
+                    found = udp_loss(udp_seen, stats, self.local().gossip_port)
+                    if found and udp_due_at - UDP_LOOK_S >= quiet_until:
                         self._problem(*found)
                     udp_seen, udp_due_at = stats, self._now() + UDP_LOOK_S
 
@@ -397,31 +477,3 @@ def _address_key(address: str) -> tuple[int, int, int]:
         return 7, 0, 0
     parsed = ipaddress.ip_address(ip)
     return parsed.version, int(parsed), port
-
-
-async def _listens(address: str) -> bool:
-    """True if something accepts a TCP connection there."""
-    try:
-        host, port = split_host_port(address)
-        async with asyncio.timeout(PEER_CONNECT_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, ValueError, TimeoutError):
-        return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
-
-
-def _bind_errno(addr: str, port: int, kind: socket.SocketKind) -> int | None:
-    """Why an address and port cannot be had now, None if they can."""
-    with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET, kind) as probe:
-        try:
-            if kind == socket.SOCK_STREAM:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is not taken
-            probe.bind((addr, port))
-            if kind == socket.SOCK_STREAM:
-                probe.listen(1)
-        except OSError as error:
-            return error.errno
-    return None

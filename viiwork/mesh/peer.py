@@ -19,13 +19,16 @@ _NO_DEADLINE = aiohttp.ClientTimeout(total=None, sock_connect=PEER_CONNECT_S)
 
 
 class PeerClient:
-    """Client side of every conversation with a peer. `keys[0]` signs; without keys the mesh is open."""
+    """Client side of every conversation with a peer; without keys the mesh is open.
+
+    Of two secrets the last one, the previous, signs until membership knows that all can read the other.
+    """
 
     def __init__(
         self, name: str, keys: tuple[bytes, ...] = (), *, unix_now: Callable[[], float] = time.time
     ) -> None:
         self._name = name
-        self._keys = keys
+        self.key = keys[-1] if keys else None  # what signs
         self._unix_now = unix_now
         self._session: aiohttp.ClientSession | None = None
         self.own_ip = ""  # the address members know this node by, once it is known
@@ -59,7 +62,7 @@ class PeerClient:
     @property
     def source_ip(self) -> str:
         """Where connections to peers come from, "" = anywhere; an open mesh knows a node by its address."""
-        return "" if self._keys else self.own_ip
+        return "" if self.key is not None else self.own_ip
 
     def request(self, method: str, url: str, **kwargs: Any) -> aiohttp.client._RequestContextManager:
         """A request to a peer; a redirect is its answer and is not followed."""
@@ -67,10 +70,10 @@ class PeerClient:
 
     def sign(self, method: str, path_qs: str, body: bytes = b"") -> dict[str, str]:
         """Headers that say who asks, and prove it when the mesh has a secret."""
-        if not self._keys:
+        if self.key is None:
             return {SIGNER: self._name}
         return sign(
-            self._keys[0],
+            self.key,
             self._name,
             method,
             path_qs,

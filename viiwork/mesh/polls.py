@@ -18,7 +18,7 @@ import aiohttp
 
 from viiwork.core.capacity import CapacityReport, PeerReport
 from viiwork.errors import BadReport
-from viiwork.limits import CAPACITY_BODY_MAX_BYTES, PEER_CONNECT_S, RTT_ALPHA
+from viiwork.limits import CAPACITY_BODY_KEPT_BYTES, CAPACITY_BODY_MAX_BYTES, PEER_CONNECT_S, RTT_ALPHA
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member, MemberEvent
@@ -39,6 +39,7 @@ class _Watch:
     asked: list[asyncio.Future[None]] = field(default_factory=list)  # done after the next poll
     task: asyncio.Task[None] | None = None
     report: PeerReport | None = None
+    body: bytes = b""  # what `report` was decoded from; an idle node says the same every second
     rtt_s: float | None = None
     failure: str = ""
 
@@ -138,13 +139,14 @@ class CapacityPoller:
         member, requested_at = watch.member, self._now()
         try:
             last = watch.report.report if watch.report is not None else None
-            report = decode_report(await self._fetch(member, last))
+            body = await self._fetch(member, last)
+            report = last if last is not None and body == watch.body else decode_report(body)
             if report.node != member.name:
                 raise BadReport(f"{member.api} answers as {report.node!r}, not {member.name!r}")
             if report.holdings is None and last is not None and report.holdings_rev == last.holdings_rev:
                 report = replace(report, holdings=last.holdings)  # not told again, for it did not change
         except (aiohttp.ClientError, OSError, TimeoutError, BadReport) as error:
-            failure = one_line(str(error) or type(error).__name__)
+            failure = "timed out" if isinstance(error, TimeoutError) else one_line(str(error))
             if failure != watch.failure:
                 log.info("capacity of %s: %s", member.name, failure)
             watch.failure = failure
@@ -154,6 +156,7 @@ class CapacityPoller:
         if watch.rtt_s is not None:
             rtt_s = watch.rtt_s + RTT_ALPHA * (rtt_s - watch.rtt_s)
         watch.rtt_s, watch.failure = rtt_s, ""
+        watch.body = body if len(body) <= CAPACITY_BODY_KEPT_BYTES else b""
         watch.report = PeerReport(report, requested_at, received_at, rtt_s, member.api)
         try:
             self._on_report(member.name, report, requested_at, received_at, rtt_s)

@@ -22,6 +22,7 @@ class Member:
     version: str = ""
     role: str = "node"
     epoch: int = 0
+    key_ids: frozenset[str] = frozenset()  # secrets it can read, see mesh/keys.py
 
     @property
     def api(self) -> str:

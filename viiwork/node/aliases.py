@@ -20,7 +20,7 @@ class Aliases:
     """Implements `api.ports.AliasTable`.
 
     `known` says whether a name is a model of the mesh, `served` whether somebody runs it now. `on_write`
-    hears of writes taken here.
+    hears of writes taken here, `on_event` of what is logged.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Aliases:
         known: Asks,
         served: Asks,
         on_write: Callable[[str, Entry], None] = lambda name, entry: None,
+        on_event: Callable[[str], None] = lambda line: None,
         now_ms: Callable[[], int] = wall_ms,
     ) -> None:
         self._me = me
@@ -38,6 +39,7 @@ class Aliases:
         self._known = known
         self._served = served
         self._on_write = on_write
+        self._on_event = on_event
         self._now_ms = now_ms
         self._repeats = Repeats()  # a member can write as often as it likes
 
@@ -145,6 +147,7 @@ class Aliases:
         for name, level, line in said:
             if self._repeats.is_due(f"{level} {name}", self._now_ms() / 1000):
                 log.log(level, "%s", line)
+                self._on_event(line)
 
     async def purge(self) -> None:
         """Forget removals that every node has heard of. Raises `AliasNotSaved`."""
@@ -152,6 +155,8 @@ class Aliases:
 
     async def _write(self, name: str, verb: str, decide: Callable[[Entries], Entries]) -> dict[str, Any]:
         entry = (await self._store.change(decide))[name]
-        log.info("alias.%s name=%s target=%s ver=%d", verb, name, entry.current.target, entry.current.ver)
+        line = f"alias.{verb} name={name} target={entry.current.target} ver={entry.current.ver}"
+        log.info("%s", line)
+        self._on_event(line)
         self._on_write(name, entry)
         return written(name, entry)

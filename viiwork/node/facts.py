@@ -127,16 +127,20 @@ class NodeFacts:
             "host_mem_total_mb": memory.total // MIB,
             "host_mem_used_mb": (memory.total - memory.available) // MIB,
             "models": [self._model_status(entry) for entry in self.report().models],
-            "requests": {
-                "turns_done": self._dispatcher.turns,
-                "leases": self._dispatcher.slots.open_leases,
-                "forwards": self._dispatcher.peers.open_forwards,
-                "sessions": len(self._dispatcher.sessions),
-            },
+            "requests": self.requests(),
         }
         for name, section in self._sections.items():
             body[name] = section()
         return body
+
+    def requests(self) -> dict[str, Any]:
+        """The block of that name in `/v1/status`."""
+        return {
+            "turns_done": self._dispatcher.turns,
+            "leases": self._dispatcher.slots.open_leases,
+            "forwards": self._dispatcher.peers.open_forwards,
+            "sessions": len(self._dispatcher.sessions),
+        }
 
     # -- values --------------------------------------------------------------------------------------
     def report(self) -> CapacityReport:

@@ -105,7 +105,8 @@ class Importer:
         cause = done.failed or ("diverged" if usage.cached else "no_reuse")
         self._stats.moved(found, cause)
         log.info(
-            "kv_share.move %s session=%s model=%s reused=%d of=%d%s",
+            "kv_share.move request=%s how=%s session=%s model=%s reused=%d of=%d%s",
+            grant.ask.request_id,
             found,
             done.replica.key[0][:8],
             grant.ask.model,
@@ -168,7 +169,12 @@ class Importer:
     def _failed(self, grant: Grant, replica: Replica, ref: SlotRef, reason: str, message: str) -> None:
         self._stats.imports.failed[reason] += 1
         self._stats.transferred("import", failed=reason, session=replica.key[0][:8], model=replica.key[1])
-        log.warning("kv_share.not_imported session=%s model=%s: %s", *_short(replica), message)
+        log.warning(
+            "kv_share.not_imported request=%s session=%s model=%s: %s",
+            grant.ask.request_id,
+            *_short(replica),
+            message,
+        )
         self._imports[grant.lease] = _Import(replica, failed=reason)
         # Whatever the slot held may be gone: a failed restore empties it.
         self._dispatcher.sessions.emptied(ref)

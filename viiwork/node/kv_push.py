@@ -48,7 +48,6 @@ class KvPeers:
     """How this node reaches and proves itself to its peers."""
 
     me: str
-    secret: bytes | None
     client: PeerClient
     member: Callable[[str], Member | None]
 
@@ -165,7 +164,7 @@ class Pusher:
             member = self._peers.member(node)
             if member is None:
                 continue
-            secured = self._peers.secret is not None
+            secured = self._peers.client.key is not None
             if why := path_allowed(member.addr, secured=secured, open_lan=self._config.open):
                 self._stats.sent.skipped["path_not_allowed"] += 1
                 log.debug("kv_share.not_allowed peer=%s: %s", node, why)
@@ -235,7 +234,7 @@ class Pusher:
             model_fp=layout.model_fp,
             generation=binding.generation,
             created_unix_s=time.time(),
-            key=mesh_key(self._peers.secret or b""),
+            key=mesh_key(self._peers.client.key or b""),
             local_name=self._peers.me,
             peer_name=member.name,
             encrypt=must_encrypt(self._config, member.addr),

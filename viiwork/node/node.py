@@ -18,7 +18,9 @@ import msgspec
 
 from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
+from viiwork.api.metrics import Metrics
 from viiwork.api.park import Park
+from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
 from viiwork.config.model import Config
@@ -46,19 +48,26 @@ from viiwork.limits import (
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.tailscale import tailnet_suffix
+from viiwork.mesh.values import host_port
+from viiwork.node.activity import NodeActivity, unix_ms
 from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
+from viiwork.node.cluster import Cluster
 from viiwork.node.dispatch import Dispatcher, wall_ms
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
+from viiwork.node.hub import MeshHub
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
 from viiwork.node.machine import machine_facts
 from viiwork.node.mesh import NodeMesh
+from viiwork.node.metrics import NodeCollector, RequestCounts
 from viiwork.node.park import Parking
 from viiwork.node.paths import Folders, open_folders
 from viiwork.node.perf import PerfFile
 from viiwork.node.reload import Reloader
+from viiwork.node.request_log import RequestLog
+from viiwork.node.requests import RequestListeners
 from viiwork.node.trace import TraceFile
 from viiwork.node.web_pages import WebPages
 from viiwork.version import VERSION
@@ -77,6 +86,7 @@ class Node:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()  # a second signal: wait for nothing
         self._failed = False
+        self._listening: set[str] = set()  # addresses of the mesh the API listens on beside api.host
 
     async def run(self) -> int:
         """Serve until SIGTERM, SIGINT or a fatal error; the answer is the exit code."""
@@ -94,6 +104,8 @@ class Node:
             ending.push_async_callback(self._engine_http.close)
             await self._peer_client.start()
             ending.push_async_callback(self._peer_client.stop)
+            ending.push_async_callback(self._cluster.stop)
+            ending.push_async_callback(self._hub.stop)
             ending.push_async_callback(self._stop_engines)
             ending.push_async_callback(self._kv.stop)
             ending.push_async_callback(self._stop_api)
@@ -131,7 +143,7 @@ class Node:
     def _build(self, folders: Folders) -> None:
         config, secret = self._config, self._loaded.secrets
         alias_store = AliasStore.open(folders.state, wall_ms())  # first: it may end the start
-        keys = tuple(key for key in (secret.current, secret.previous) if key is not None)
+        keys = tuple(dict.fromkeys(key for key in (secret.current, secret.previous) if key is not None))
         hidden = _hidden_env(self._loaded)
         self._engine_http = aiohttp.ClientSession(
             # llama.cpp closes idle connections after 5 s; a POST must not meet a closed one.
@@ -139,6 +151,7 @@ class Node:
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
+        self._activity = NodeActivity(config.activity.event_history)
         self._dispatcher = Dispatcher(
             self.name,
             config.routing,
@@ -172,9 +185,18 @@ class Node:
             known=self._dispatcher.knows,
             served=self._dispatcher.is_served,
             on_write=lambda name, entry: self._mesh.aliases.written(name, entry),
+            on_event=lambda line: self._activity.note("alias", line),
         )
         self._mesh = NodeMesh(
-            self.name, self._loaded, keys, self._peer_client, self._dispatcher, self._on_fatal, aliases
+            self.name,
+            self._loaded,
+            keys,
+            self._peer_client,
+            self._dispatcher,
+            self._on_fatal,
+            aliases,
+            self._listen_at,
+            self._activity.member_changed,
         )
         origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
         self._fingerprints = StateFingerprints(config.models)
@@ -187,27 +209,61 @@ class Node:
         self._kv = KvShare(
             config.kv_share,
             worker,
-            KvPeers(self.name, secret.current, self._peer_client, self._mesh.member),
+            KvPeers(self.name, self._peer_client, self._mesh.member),
             keys,
             origins,
             self._dispatcher,
             self._fingerprints.of,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
         )
+        node_id = f"viiwork-{secrets.token_hex(8)}"
+        sections = {
+            "sessions": self._dispatcher.book.status,
+            "mesh": self._mesh.status,
+            "kv_share": self._kv.status,
+        }
         self._facts = NodeFacts(
             self.name,
-            f"viiwork-{secrets.token_hex(8)}",
+            node_id,
             config,
             self._dispatcher,
             aliases=aliases,
             supervisor=self._supervisor,
             addr=lambda: self._mesh.addr,
             kv_identity=self._kv.identity,
-            sections={
-                "sessions": self._dispatcher.book.status,
-                "mesh": self._mesh.status,
-                "kv_share": self._kv.status,
-            },
+            sections=sections,
+        )
+        self._cluster = Cluster(
+            self.name,
+            self._peer_client,
+            members=self._mesh.others,
+            own_status=self._facts.status,
+            own_api=self._own_api,
+            models=self._facts.models,
+            secured=bool(keys),
+        )
+        self._hub = MeshHub(
+            self.name,
+            node_id,
+            self._activity.log,
+            self._cluster,
+            self._peer_client,
+            members=self._mesh.others,
+            own_api=self._own_api,
+            own_status=self._facts.status,
+            own_room=self._facts.report,
+            aliases=aliases.listing,
+        )
+        counts = RequestCounts()
+        collector = NodeCollector(
+            counts.tally,
+            info={"node": self.name, "version": VERSION},
+            report=self._facts.report,
+            backends=self._supervisor.views,
+            members=self._mesh.others,
+            peers=self._dispatcher.peers.reports,
+            blocks={"dispatch": self._facts.requests}
+            | {name: sections[name] for name in ("sessions", "kv_share")},
         )
         self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
@@ -219,7 +275,11 @@ class Node:
                 *AliasApi(aliases).routes(),
                 *Park(Parking(self.name, self._supervisor)).routes(),
                 *Why(self.name, self._dispatcher.receipts, policy).routes(),
+                *ActivityRoutes(self._activity.log, unix_ms).routes(),
+                *MeshRoutes(self._hub).routes(),
+                *Metrics(collector).routes(),
             ],
+            requests=RequestListeners(counts, self._activity, RequestLog()),
             external=self._supervisor.external,
             allows_origin=self._pages.allows,
         )
@@ -241,7 +301,17 @@ class Node:
             raise PortTaken(f"API port {host}:{port}/tcp cannot be used: {error.strerror}{by}") from error
         return sock
 
+    async def _listen_at(self, ip: str) -> None:
+        """Peers look for the API at the mesh's address; a wildcard of IPv4 does not listen on IPv6."""
+        if self._config.api.host == "0.0.0.0" and ":" in ip and ip not in self._listening:
+            self._listening.add(ip)
+            await self._api.listen(ip, self._config.api.port)
+            log.info("api.listening url=http://[%s]:%d", ip, self._config.api.port)
+
     # -- what the parts tell one another -------------------------------------------------------------
+    def _own_api(self) -> str:
+        return host_port(self._mesh.addr, self._config.api.port) if self._mesh.addr else ""
+
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
 
@@ -294,6 +364,7 @@ class Node:
             routable=view.status == "healthy" and view.url is not None,
         )
         self._kv.backend_changed(view)
+        self._activity.backend_changed(view)
         self._dispatcher.wake()
 
     def _backend_gone(self, backend: str, model: str) -> None:
@@ -351,7 +422,7 @@ class Node:
 
     async def _join_mesh(self) -> None:
         try:
-            await self._mesh.start()
+            await self._mesh.run()
         except MeshError as error:
             log.error("%s", error)
             self._on_fatal(error)
@@ -403,6 +474,8 @@ class Node:
         await stopping
 
     async def _stop_api(self) -> None:
+        self._activity.log.close()
+        self._hub.close()
         await self._api.stop(0.0 if self._hurry.is_set() else 1.0)
 
 

@@ -39,9 +39,20 @@ class StreamScanner:
     Holds at most one line of `SSE_LINE_MAX_BYTES`; of a longer one its beginning is forgotten.
     """
 
-    __slots__ = ("_carry", "_data", "_end", "content_seen", "error_seen", "finished", "usage")
+    __slots__ = (
+        "_carry",
+        "_data",
+        "_end",
+        "_in_comment",
+        "began",
+        "content_seen",
+        "error_seen",
+        "finished",
+        "usage",
+    )
 
     def __init__(self) -> None:
+        self.began = False  # more than comments went by
         self.content_seen = False
         self.finished = False  # the stream's own end marker went by
         self.error_seen = False
@@ -49,6 +60,7 @@ class StreamScanner:
         self._carry = bytearray()  # a line whose end has not come
         self._data: list[bytes] = []  # data lines of an event whose blank line has not come
         self._end = b"\n\n"  # the last bytes; nothing sent counts as a boundary
+        self._in_comment = False
 
     @property
     def at_boundary(self) -> bool:
@@ -57,6 +69,8 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> None:
         self._end = chunk[-4:] if len(chunk) >= 4 else (self._end + chunk)[-4:]
+        if not self.began:
+            self._look_for_more_than_comments(chunk)
         if self.content_seen and not self._carry and not self._data and chunk.endswith(b"\n"):
             chunk = _telling_part(chunk)
             if not chunk:
@@ -73,6 +87,13 @@ class StreamScanner:
             self._carry += chunk
         if len(self._carry) > SSE_LINE_MAX_BYTES:
             del self._carry[: len(self._carry) - SSE_TAIL_BYTES]
+
+    def _look_for_more_than_comments(self, chunk: bytes) -> None:
+        lines = chunk.replace(b"\r", b"\n").split(b"\n")
+        if self._in_comment:
+            lines[0] = b":" + lines[0]
+        self.began = any(line and not line.startswith(b":") for line in lines)
+        self._in_comment = lines[-1].startswith(b":")
 
     def _scan(self, lines: bytes) -> None:
         if self.content_seen and not self._data:
