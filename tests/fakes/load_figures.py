@@ -71,8 +71,10 @@ def _overtaken_in(queue: Sequence[Sent], begun: dict[str, float], same_moment_s:
     first_later.reverse()
     found = []
     for one in queue:
-        # What was granted and then stuck at a node that died is no matter of the queue.
-        out_at = one.sent_at + one.queued_s if one.planned.tag in begun else one.ended_at
+        granted_at = one.sent_at + one.queued_s
+        out_at = begun.get(one.planned.tag, one.ended_at)
+        if one.planned.tag in begun and out_at > granted_at + same_moment_s:
+            continue  # it was stuck at a node that hung, and out of the queue meanwhile
         later = bisect.bisect_right(sent_at, one.sent_at + same_moment_s)
         begun_at, tag = first_later[later]
         if begun_at < out_at - same_moment_s:
