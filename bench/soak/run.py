@@ -47,6 +47,7 @@ FAILED_MAX = 3  # when a backend is frozen
 ROUTED_AROUND_S = 2.0  # after it was noticed
 GROWN_MIB, GROWN_FDS = 25.0, 8
 SOCKETS_MAX = 2 * (SLOTS * len(MODELS) + 2)  # what ran there, of two nodes, and a poll and a probe of each
+SLOWER_MS = 25.0  # a busy machine has moments of that length
 PROBES = 15
 
 
@@ -210,7 +211,7 @@ def verdicts(seen: Run) -> list[Verdict]:
         Verdict(
             "first content, before and after",
             f"{before_ms:.1f} ms, {after_ms:.1f} ms",
-            after_ms < 2 * before_ms + 5,
+            after_ms < 2 * before_ms + SLOWER_MS,
         )
     )
     found.append(Verdict("nodes that logged a traceback", str(seen.tracebacks or 0), not seen.tracebacks))
