@@ -43,7 +43,7 @@ MODEL = "bench"
 HIT_SHARE = 0.8
 ANSWER_TOKENS = 16
 READY_S = 180.0
-TURN_S = 300.0
+TURN_S = 900.0
 WORDS = """
     account archive balance bridge candle carbon castle circuit copper cotton crystal delta desert engine
     fabric falcon filter forest garden glacier harbor hollow island jungle kernel ladder lantern magnet
