@@ -277,7 +277,7 @@ async def run(label: str, extra: str, model: Path, options: argparse.Namespace) 
                 for node in nodes:
                     async with http.get(f"{node.api}/v1/status") as response:
                         said.append((await response.json())["sessions"])
-        except SystemExit:
+        except BaseException:
             for node in nodes:
                 print((node.folder / f"{node.name}.log").read_text()[-4000:], file=sys.stderr)
             raise
