@@ -91,6 +91,7 @@ class PeerTable:
             if (known := peer.report) is not None:
                 requested_at, received_at = known.requested_at - seconds, known.received_at - seconds
                 peer.report = replace(known, requested_at=requested_at, received_at=received_at)
+                peer.fresh_until -= seconds
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:
@@ -115,8 +116,11 @@ class PeerTable:
 
     def candidates(self, model: str, now: float) -> list[Candidate]:
         """The serving peers, as far as what they hold of a prompt does not matter."""
-        found = []
-        for node, peer in self._of_model.get(model, {}).items():
+        found: list[Candidate] = []
+        listed = self._of_model.get(model)
+        if listed is None:
+            return found
+        for node, peer in listed.items():
             if now >= peer.fresh_until:
                 continue
             candidate = peer.offered.get(model)

@@ -91,7 +91,7 @@ class Usage(Struct, frozen=True, gc=False):
         return self.cached + self.prefilled + max((self.generated or 0) - 1, 0)
 
 
-class Outcome(Struct, frozen=True):
+class Outcome(Struct, frozen=True, gc=False):
     """How a granted request ended."""
 
     result: Result

@@ -56,6 +56,11 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def policy_of(routing: RoutingSection) -> Policy:
+    """How nodes are chosen, as the config has it."""
+    return Policy(performance=routing.performance)
+
+
 class Tried(NamedTuple):
     """What earlier tries of a request have cost."""
 
@@ -78,7 +83,7 @@ class Dispatcher:
         prepare: Prepare,
         on_end: Ended,
         ask_peers: Callable[[], Awaitable[None]] | None = None,
-        on_decided: Decides = lambda request_id, question, choice: None,
+        on_decided: Decides | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = wall_ms,
         draw: Callable[[], float] = random.random,
@@ -91,7 +96,7 @@ class Dispatcher:
         self.queue = WaitQueue(routing.queue_max)
         self.speeds = Speeds()
         self.receipts = Receipts()
-        self.policy = Policy(performance=routing.performance)
+        self.policy = policy_of(routing)
         self._view = View(
             me, self.slots, self.sessions, self.peers, self.policy, self.book.held, self.speeds.perf
         )
@@ -149,7 +154,10 @@ class Dispatcher:
                 raise AllRoutesRefused(f"every node that serves {ask.model!r} refused the request")
             # One last try with nobody excluded: a node that refused may have room again by now.
             decided = self._choose(ask, now, tried.waited_s)
-        grant = await self._carry_out(ask, decided, now)
+        if isinstance(decided.decision, (Wait, Refuse)):
+            grant = await self._wait_or_refuse(ask, decided, now)
+        else:
+            grant = self._grant(ask, decided, now)
         grant.queued_s += waited_s
         if ask.session is not None and grant.lease and not grant.is_forward:
             try:
@@ -159,16 +167,14 @@ class Dispatcher:
                 raise
         return grant
 
-    async def _carry_out(self, ask: Ask, decided: Decided, now: float) -> Grant:
+    async def _wait_or_refuse(self, ask: Ask, decided: Decided, now: float) -> Grant:
         decision = decided.decision
         if isinstance(decision, Refuse):
             raise decision.error(decision.message)
-        if not isinstance(decision, Wait):
-            return self._grant(ask, decided, now)
         try:
             return await self._wait(ask, decided)
         except QueueFull:
-            if decision.hold_ms == math.inf:
+            if isinstance(decision, Wait) and decision.hold_ms == math.inf:
                 raise
         # Others wait here already; a node that would only be slower takes it at once.
         decided = self._choose(ask, now, OUT_OF_TIME_S)
@@ -333,7 +339,7 @@ class Dispatcher:
         if waited_s is None:
             waited_s = self._tried.get(ask.request_id, UNTRIED).waited_s
         grant.queued_s = waited_s
-        if self._failures:
+        if self._failures.is_any:
             self._failures.granted(grant.node, ask.model, now)
         step = self._noted(ask, decided, now)
         step.node, step.backend, step.queued_ms = grant.node, grant.backend, waited_s * 1000
@@ -343,10 +349,10 @@ class Dispatcher:
 
     def _noted(self, ask: Ask, decided: Decided, now: float) -> Step:
         """Put a decision on record."""
-        _, question, choice = decided
-        if question is not None and choice is not None:
+        question, choice = decided.question, decided.choice
+        if self._on_decided is not None and question is not None and choice is not None:
             self._on_decided(ask.request_id, question, choice)
-        return self.receipts.add(ask, now, self._wall_ms(), question, choice)
+        return self.receipts.add(ask, now, question, choice)
 
     async def _until_saved(self, ask: Ask) -> float:
         """Wait while kv_share saves the session's own slot; the answer is for how long, in seconds.
@@ -423,7 +429,7 @@ class Dispatcher:
         ask, now = grant.ask, self._clock()
         node, model, result = grant.node, ask.model, outcome.result
         if result == "done" and outcome.status == 200:
-            if self._failures and self._failures.succeeded(node, model):
+            if self._failures.is_any and self._failures.succeeded(node, model):
                 log.info("route.recovered node=%s model=%s", node, model)
             usage = outcome.usage
             if not ask.needs_slot or usage is None:
