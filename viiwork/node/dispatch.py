@@ -324,7 +324,7 @@ class Dispatcher:
                 key = (ask.session, ask.model) if ask.session is not None else None
                 if key is not None and (binding := self.sessions.get(key)) is not None:
                     self._before[lease] = binding
-                self.sessions.taken(ref, key)
+                self.sessions.taken(ref, key, ask.chain.links if ask.chain is not None else ())
                 url = self.slots.url(ref.backend)
                 grant = Grant(ask, self._me, url, ref.backend, ref.slot, lease=lease)
                 self._in_slots[lease] = grant, now
