@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -40,9 +41,9 @@ SLOTS = 2
 CONTEXT = 4096
 MODEL = "bench"
 HIT_SHARE = 0.8
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 READY_S = 180.0
-TURN_S = 300.0
+TURN_S = 900.0
 WORDS = """
     account archive balance bridge candle carbon castle circuit copper cotton crystal delta desert engine
     fabric falcon filter forest garden glacier harbor hollow island jungle kernel ladder lantern magnet
@@ -124,9 +125,10 @@ class Session:
 
     number: int
     rng: random.Random
-    compacts_at: int  # turn, 0 = never
+    compacts_at: int  # turn, -1 = never
     messages: list[dict[str, str]] = field(default_factory=list)
     last: Turn | None = None
+    n_refused: int = 0
 
     @property
     def headers(self) -> dict[str, str]:
@@ -138,13 +140,13 @@ class Session:
     def begin(self) -> None:
         self.messages = [
             {"role": "system", "content": "You are an agent. Answer with one short sentence."},
-            {"role": "user", "content": f"Task {self.number}. {self.text(250)}"},
+            {"role": "user", "content": f"Task {self.number}. {self.text(800)}"},
         ]
 
     def compact(self) -> None:
         self.messages = [
             self.messages[0],
-            {"role": "user", "content": f"Summary of task {self.number}: {self.text(200)}"},
+            {"role": "user", "content": f"Summary of task {self.number}: {self.text(400)}"},
         ]
 
 
@@ -156,6 +158,34 @@ def free_port(host: str) -> int:
             with contextlib.suppress(OSError):
                 udp.bind((host, port))
                 return port
+
+
+async def ask(
+    http: aiohttp.ClientSession, entry: Node, body: dict[str, Any], headers: dict[str, str]
+) -> tuple[dict[str, Any], str, str, float] | None:
+    """Timings, text, node and time of the first token of one answer; None when it was refused or cut."""
+    first_at, answer = 0.0, ""
+    timings: dict[str, Any] = {}
+    try:
+        async with http.post(f"{entry.api}/v1/chat/completions", json=body, headers=headers) as response:
+            if response.status in (429, 502, 503):
+                return None
+            if response.status != 200:
+                raise SystemExit(f"{entry.name} answered {response.status}: {await response.text()}")
+            node = response.headers["X-Viiwork-Node"]
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                timings = event.get("timings") or timings
+                for choice in event.get("choices", ()):
+                    piece = choice.get("delta", {}).get("content") or ""
+                    if piece and not first_at:
+                        first_at = time.monotonic()
+                    answer += piece
+    except aiohttp.ClientPayloadError:
+        return None
+    return (timings, answer, node, first_at or time.monotonic()) if timings else None
 
 
 async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Session, number: int) -> Turn:
@@ -173,37 +203,18 @@ async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Sess
         "temperature": 0.8,
         "seed": session.number,
     }
-    started, first = time.monotonic(), 0.0
-    timings: dict[str, Any] = {}
-    answer = ""
-    while True:
-        async with http.post(
-            f"{entry.api}/v1/chat/completions", json=body, headers=session.headers
-        ) as response:
-            if response.status == 429:  # as a client does; the time counts
-                await asyncio.sleep(0.5)
-                continue
-            if response.status != 200:
-                raise SystemExit(f"{entry.name} answered {response.status}: {await response.text()}")
-            node = response.headers["X-Viiwork-Node"]
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                timings = event.get("timings") or timings
-                for choice in event.get("choices", ()):
-                    piece = choice.get("delta", {}).get("content") or ""
-                    if piece and not first:
-                        first = time.monotonic()
-                    answer += piece
-        break
+    started = time.monotonic()
+    while (reply := await ask(http, entry, body, session.headers)) is None:
+        session.n_refused += 1
+        await asyncio.sleep(0.5)  # as a client does that tries again; the time counts
+    timings, answer, node, first_at = reply
     cached, prefilled = timings["cache_n"], timings["prompt_n"]
     turn = Turn(
         session=session.number,
         number=number,
         entry=entry.name,
         node=node,
-        ttft_s=(first or time.monotonic()) - started,
+        ttft_s=first_at - started,
         cached=cached,
         prompt=cached + prefilled,
         total=cached + prefilled + max(timings["predicted_n"] - 1, 0),
@@ -263,7 +274,7 @@ async def run(label: str, extra: str, model: Path, options: argparse.Namespace) 
                 await until_ready(http, nodes)
                 sessions = [
                     Session(
-                        n, random.Random(options.seed * 100 + n), options.turns // 2 if n in (2, 5) else 0
+                        n, random.Random(options.seed * 100 + n), options.turns // 2 if n in (2, 5) else -1
                     )
                     for n in range(options.sessions)
                 ]
@@ -276,14 +287,15 @@ async def run(label: str, extra: str, model: Path, options: argparse.Namespace) 
                 for node in nodes:
                     async with http.get(f"{node.api}/v1/status") as response:
                         said.append((await response.json())["sessions"])
-        except SystemExit:
+        except BaseException:
             for node in nodes:
                 print((node.folder / f"{node.name}.log").read_text()[-4000:], file=sys.stderr)
             raise
         finally:
             for node in nodes:
                 node.end()
-    return summary(label, [turn for turns in found for turn in turns], said, took_s)
+    result = summary(label, [turn for turns in found for turn in turns], said, took_s)
+    return result | {"refused_or_cut": sum(session.n_refused for session in sessions)}
 
 
 def summary(label: str, turns: list[Turn], said: list[dict[str, Any]], took_s: float) -> dict[str, Any]:
@@ -311,6 +323,7 @@ def summary(label: str, turns: list[Turn], said: list[dict[str, Any]], took_s: f
             "forks": sum(s["forks"] for s in said),
             "moves": {what: sum(s["moves"][what] for s in said) for what in ("nodes", "backends", "slots")},
         },
+        "all_turns": [dataclasses.asdict(turn) for turn in turns],
         "misses": [
             f"session {t.session} turn {t.number} {t.entry}->{t.node}: {t.cached} of {t.before}"
             for t in judged
@@ -332,6 +345,7 @@ def show(results: list[dict[str, Any]]) -> None:
         ("TTFT p50", lambda r: f"{r['ttft_p50_s']:.2f} s"),
         ("TTFT p90", lambda r: f"{r['ttft_p90_s']:.2f} s"),
         ("moves between nodes", lambda r: str(r["node_moves"])),
+        ("refused or cut", lambda r: str(r["refused_or_cut"])),
         ("prompt tokens read", lambda r: str(r["tokens_read"])),
         ("seconds", lambda r: f"{r['took_s']:.0f}"),
     ]
@@ -355,8 +369,8 @@ def main() -> None:
     options = parser.parse_args()
     model = ensure_demo_model()
     modes = {
-        "plain": "routing: {performance: false, queue_timeout: 60s}\nkv_share: {enabled: false}\n",
-        "sessions": "routing: {queue_timeout: 60s}\n",
+        "plain": "routing: {performance: false, queue_timeout: 600s}\nkv_share: {enabled: false}\n",
+        "sessions": "routing: {queue_timeout: 600s}\n",
     }
     results = [
         asyncio.run(run(label, extra, model, options))

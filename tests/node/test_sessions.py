@@ -212,6 +212,24 @@ async def test_the_middle_of_an_unknown_conversation_makes_the_node_ask_its_peer
     assert node.n_asked == 1
 
 
+async def test_an_edit_without_a_key_goes_to_its_parents_node():
+    home, entry = Node(name="b"), Node(name="a")
+    parent = "12" * 16
+    await home.turn(home.ask("a", session=parent, forwarded_by="c"), prefilled=700)
+    await home.turn(home.ask("a", "1", "2", session=parent, forwarded_by="c"), cached=700)
+    entry.peer("b")
+    await entry.turn(entry.ask("a"), prefilled=700)  # it saw the first turn of a like conversation
+    entry.d.book.reported("b", home.d.book.holdings()[1], entry.now)
+    edited = entry.d.book.identified(entry.ask("a", "1", "2", "3", "4"))
+    assert edited.session == parent
+    fork_ask = entry.ask("a", "1", "2")  # all of it is known, so another agent may have said the same
+    fork = entry.d.book.identified(fork_ask)
+    assert fork.session != parent and fork.parent == parent
+    assert entry.d.book.held(fork)["b"].n_tokens == 800
+    at_home = home.d.book.identified(home.ask("a", "1x", session="34" * 16, forwarded_by="a"))
+    assert at_home.parent == parent and 0 < home.d.book.held(at_home)["b"].n_tokens < 800
+
+
 async def test_a_replica_of_a_peers_conversation_counts_as_held_here():
     node = Node()
     session, tip = "12" * 16, links("a").links[-1]

@@ -24,7 +24,6 @@ from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
 from viiwork.config.model import Config
-from viiwork.core.choice import Choice, Question
 from viiwork.core.sessions import Binding
 from viiwork.core.stalls import StallWatch
 from viiwork.core.turn import Grant, Outcome
@@ -53,7 +52,7 @@ from viiwork.node.activity import NodeActivity, unix_ms
 from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
 from viiwork.node.cluster import Cluster
-from viiwork.node.dispatch import Dispatcher, wall_ms
+from viiwork.node.dispatch import Dispatcher, policy_of, wall_ms
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
@@ -116,6 +115,8 @@ class Node:
             facts = await self._machine_facts(self._config)
             await self._perf.configured(self._config.models)
             ending.push_async_callback(self._perf.save, now=True)
+            if self._trace is not None:
+                ending.push_async_callback(self._trace.flush)
             await self._supervisor.start(facts, partial(card_pids, facts.vendor))
             ending.push_async_callback(self._drain)
             ending.push_async_callback(self._mesh.leave)
@@ -129,7 +130,6 @@ class Node:
                 asyncio.create_task(self._perf.run(), name="perf"),
             ]
             if self._trace is not None:
-                ending.push_async_callback(self._trace.flush)
                 tasks.append(asyncio.create_task(self._trace.run(), name="trace"))
             for task in tasks:
                 task.add_done_callback(self._task_ended)
@@ -152,17 +152,16 @@ class Node:
             trust_env=False,
         )
         self._activity = NodeActivity(config.activity.event_history)
+        policy, trace = policy_of(config.routing), config.routing.trace
+        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
         self._dispatcher = Dispatcher(
             self.name,
             config.routing,
             prepare=self._prepare,
             on_end=self._turn_ended,
             ask_peers=lambda: self._mesh.ask_peers(),
-            on_decided=self._decided,
+            on_decided=self._trace.add if self._trace is not None else None,
         )
-        policy = self._dispatcher.policy
-        trace = config.routing.trace
-        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
         self._perf = PerfFile(folders.state, self._dispatcher.speeds, wall_s=time.time)
         self._supervisor = Supervisor(
             config.models,
@@ -315,10 +314,6 @@ class Node:
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
 
-    def _decided(self, request_id: str, question: Question, choice: Choice) -> None:
-        if self._trace is not None:
-            self._trace.add(request_id, question, choice)
-
     def _turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
         if not grant.is_forward:
             match outcome.result:
@@ -385,6 +380,7 @@ class Node:
         models = loaded.config.models
         facts = await self._machine_facts(msgspec.structs.replace(self._config, models=models))
         self._fingerprints.configure(models)
+        await self._perf.configured(models)
         self._supervisor.apply(models, facts=facts, hidden_env=_hidden_env(loaded), api_keys=loaded.api_keys)
         for name in before.difference(model.name for model in models):
             self._dispatcher.slots.remove_model(name)
