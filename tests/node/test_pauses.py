@@ -46,6 +46,7 @@ async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch, 
         print,
         Aliases("a", AliasStore.open(tmp_path, 0), known=dispatcher.knows, served=dispatcher.is_served),
         address_taken := Addresses(),
+        lambda event: None,
     )
     running = asyncio.create_task(node.run())
     try:
