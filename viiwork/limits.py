@@ -254,6 +254,7 @@ KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 # -- node ------------------------------------------------------------------------------------------
 STALL_S = 5.0  # a request unanswered on an idle engine for so long is lost: five polls are no accident
 SILENT_S = 1.0  # after an engine left routing by its silence: one more look, then its unbegun requests move
+LEFT_DRAIN_S = 120.0  # a node that took its leave may run our requests so long; its grace is 60 s by default
 STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_CLOCK_SKEW_MS = 86_400_000  # a generation further ahead would keep every later state of its session out

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -40,7 +41,7 @@ SLOTS = 2
 CONTEXT = 4096
 MODEL = "bench"
 HIT_SHARE = 0.8
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 READY_S = 180.0
 TURN_S = 300.0
 WORDS = """
@@ -124,7 +125,7 @@ class Session:
 
     number: int
     rng: random.Random
-    compacts_at: int  # turn, 0 = never
+    compacts_at: int  # turn, -1 = never
     messages: list[dict[str, str]] = field(default_factory=list)
     last: Turn | None = None
 
@@ -138,13 +139,13 @@ class Session:
     def begin(self) -> None:
         self.messages = [
             {"role": "system", "content": "You are an agent. Answer with one short sentence."},
-            {"role": "user", "content": f"Task {self.number}. {self.text(250)}"},
+            {"role": "user", "content": f"Task {self.number}. {self.text(1200)}"},
         ]
 
     def compact(self) -> None:
         self.messages = [
             self.messages[0],
-            {"role": "user", "content": f"Summary of task {self.number}: {self.text(200)}"},
+            {"role": "user", "content": f"Summary of task {self.number}: {self.text(600)}"},
         ]
 
 
@@ -263,7 +264,7 @@ async def run(label: str, extra: str, model: Path, options: argparse.Namespace) 
                 await until_ready(http, nodes)
                 sessions = [
                     Session(
-                        n, random.Random(options.seed * 100 + n), options.turns // 2 if n in (2, 5) else 0
+                        n, random.Random(options.seed * 100 + n), options.turns // 2 if n in (2, 5) else -1
                     )
                     for n in range(options.sessions)
                 ]
@@ -311,6 +312,7 @@ def summary(label: str, turns: list[Turn], said: list[dict[str, Any]], took_s: f
             "forks": sum(s["forks"] for s in said),
             "moves": {what: sum(s["moves"][what] for s in said) for what in ("nodes", "backends", "slots")},
         },
+        "all_turns": [dataclasses.asdict(turn) for turn in turns],
         "misses": [
             f"session {t.session} turn {t.number} {t.entry}->{t.node}: {t.cached} of {t.before}"
             for t in judged

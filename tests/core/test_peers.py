@@ -13,7 +13,7 @@ def report(asked_at: float, **free: int) -> PeerReport:
 
 
 def free(table: PeerTable, model: str, now: float) -> int | None:
-    return next((offer.free for offer in table.offers(model, now) if offer.node == "b"), None)
+    return next((c.free for c in table.candidates(model, now) if c.node == "b"), None)
 
 
 steps = st.lists(
@@ -66,7 +66,7 @@ def test_a_model_a_peer_lists_no_longer_is_not_known_any_more():
     table.reported("b", report(2.0, n=1))
     assert not table.knows("m") and table.knows("n")
     table.remove("b")
-    assert not table.knows("n") and table.offers("n", 2.0) == [] and table.silent_s("b", 2.0) is None
+    assert not table.knows("n") and table.candidates("n", 2.0) == [] and table.silent_s("b", 2.0) is None
 
 
 def test_a_peer_that_left_and_came_back_has_none_of_its_old_forwards():

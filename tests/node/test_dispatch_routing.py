@@ -289,6 +289,18 @@ async def test_unanswered_requests_at_a_peer_that_left_or_fell_silent_are_lost()
     assert bed.d.lost_forwards(0.0) == [] and bed.d.peers.open_forwards == 0
 
 
+async def test_a_peer_that_took_its_leave_may_end_what_it_runs_but_not_for_ever():
+    bed = Bed(slots=0)
+    peer(bed, "b", 1)
+    grant = await bed.d.acquire(Ask("1", "m"))
+    bed.d.node_left("b")
+    bed.clock.now += 60.0
+    assert bed.d.lost_forwards(5.0) == [] and not bed.d.peers.knows("m")
+    bed.clock.now += 61.0
+    assert bed.d.lost_forwards(5.0) == ["1"]
+    bed.d.finish(grant, Outcome("stalled"))
+
+
 async def test_a_receipt_tells_the_tries_the_wait_and_the_refusal():
     bed = Bed(slots=1)
     peer(bed, "b", 1, perf=None)

@@ -62,6 +62,14 @@ class PeerHoldings:
     def is_tip(self, model: str, link: str) -> bool:
         return (model, link) in self._by_tip
 
+    def tips_among(self, model: str, links: tuple[str, ...]) -> Iterator[str]:
+        """Those of a chain's links that are the tip of something held, the last first."""
+        known = self._by_tip
+        if known:
+            for link in reversed(links):
+                if (model, link) in known:
+                    yield link
+
     def at_tip(self, model: str, tip: str) -> Iterator[tuple[str, Holding]]:
         """Nodes and what they hold whose newest turn ended with this link."""
         for (node, _), holding in self._by_tip.get((model, tip), {}).items():
@@ -84,7 +92,7 @@ def held_by_peers(ask: Ask, peers: PeerHoldings) -> dict[str, Held]:
     """
     found: dict[str, Held] = {}
     if ask.chain is not None:
-        for link in reversed(ask.chain.links):
+        for link in peers.tips_among(ask.model, ask.chain.links):
             for node, holding in peers.at_tip(ask.model, link):
                 known = found.get(node)
                 if known is None or (known.n_tokens, _RANK[known.where]) < (

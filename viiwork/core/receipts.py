@@ -99,7 +99,7 @@ class Reason(NamedTuple):
 
 def reasons(policy: Policy, question: Question, choice: Choice) -> list[Reason]:
     """Every candidate of a decision with the reason for it or against it."""
-    priced = {p.candidate.node: p.ms for p in predictions(question)} if policy.performance else {}
+    priced = {c.node: ms for ms, c in predictions(question)} if policy.performance else {}
     most_ms = min((priced[c.node] for c in question.candidates if _has_room(c) and priced), default=0.0)
     most_ms *= policy.band
     return [

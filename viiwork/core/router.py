@@ -127,40 +127,42 @@ def choose(view: View, ask: Ask, terms: Terms, exclude: Collection[str] = ()) ->
 def _question(view: View, ask: Ask, terms: Terms, exclude: Collection[str]) -> Question:
     model, now, me = ask.model, terms.now, view.me
     held = view.held(ask) if view.policy.performance and ask.needs_slot else NOTHING
-
-    def candidate(node: str, free: int, rtt_ms: float, perf: Perf | None) -> Candidate:
-        state: State = ""
-        if node in exclude:
-            state = "excluded"
-        elif view.failures and view.failures.is_failing(node, model, now):
-            state = "failing"
-        holds = held.get(node)
-        if holds is None:
-            return Candidate(node, free, rtt_ms, perf, state=state)
-        return Candidate(node, free, rtt_ms, perf, holds.n_tokens, holds.where, state)
-
-    candidates = []
-    if view.slots.has_routable(model):
-        candidates.append(candidate(me, view.slots.n_free(model), 0.0, view.perf(model, now)))
-    offers = view.peers.offers(model, now)
-    if len(offers) >= CANDIDATES_MAX:
-        offers = nsmallest(
-            CANDIDATES_MAX - 1, offers, key=lambda o: (o.node not in held, -o.free, o.rtt_s, o.node)
+    candidates = view.peers.candidates(model, now)
+    if len(candidates) >= CANDIDATES_MAX:
+        candidates = nsmallest(
+            CANDIDATES_MAX - 1, candidates, key=lambda c: (c.node not in held, -c.free, c.rtt_ms, c.node)
         )
-    for o in offers:
-        candidates.append(candidate(o.node, o.free, o.rtt_s * 1000, o.entry.perf))
+    if view.slots.has_routable(model):
+        candidates.insert(0, Candidate(me, view.slots.n_free(model), 0.0, view.perf(model, now)))
+    if held or exclude or view.failures:
+        for i, c in enumerate(candidates):
+            state = _state(view, c.node, model, now, exclude) if exclude or view.failures else ""
+            holds = held.get(c.node)
+            if holds is not None:
+                candidates[i] = Candidate(
+                    c.node, c.free, c.rtt_ms, c.perf, holds.n_tokens, holds.where, state
+                )
+            elif state:
+                candidates[i] = Candidate(c.node, c.free, c.rtt_ms, c.perf, state=state)
     return Question(
         me,
         model,
         view.sizes.n_tokens(model, ask.body_bytes),
         tuple(candidates),
         ask.session,
+        ask.session_key is not None,
         ask.pin,
         ask.prefer,
         terms.waited_ms,
         terms.budget_ms,
         terms.draws,
     )
+
+
+def _state(view: View, node: str, model: str, now: float, exclude: Collection[str]) -> State:
+    if node in exclude:
+        return "excluded"
+    return "failing" if view.failures.is_failing(node, model, now) else ""
 
 
 def _place(view: View, ask: Ask, question: Question, choice: Choice, now: float) -> Decision:

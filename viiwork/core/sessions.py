@@ -86,10 +86,14 @@ class SessionTable:
     def get(self, key: SessionKey) -> Binding | None:
         return self._bindings.get(key)
 
-    def at_tip(self, model: str, tip: str) -> Binding | None:
-        """What this node holds whose newest turn ended with this link, whosever it is."""
-        key = self._at_tip.get((model, tip))
-        return self._bindings.get(key) if key is not None else None
+    def longest(self, model: str, links: tuple[str, ...]) -> Binding | None:
+        """What this node holds whose newest turn ended with the last of these links, whosever it is."""
+        if self._at_tip:
+            known = self._at_tip
+            for link in reversed(links):
+                if (model, link) in known:
+                    return self._bindings.get(known[(model, link)])
+        return None
 
     def occupant(self, ref: SlotRef) -> SessionKey | None:
         return self._occupant.get(ref)

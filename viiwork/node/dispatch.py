@@ -39,7 +39,7 @@ from viiwork.core.slots import SlotRef, SlotTable
 from viiwork.core.stalls import Running
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AllRoutesRefused, NoFreeSlot, QueueFull, QueueTimeout, ShuttingDown, ViiworkError
-from viiwork.limits import FULL_ANSWERS_MAX, QUEUE_LATE_S, RETRIED_REQUESTS_MAX
+from viiwork.limits import FULL_ANSWERS_MAX, LEFT_DRAIN_S, QUEUE_LATE_S, RETRIED_REQUESTS_MAX
 from viiwork.node.sessions import NodeSessions
 
 log = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class Dispatcher:
         self._tried: OrderedDict[str, Tried] = OrderedDict()  # requests that may be tried again
         self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
+        self._left: dict[str, float] = {}  # peers that took their leave, and when
         self._before: dict[int, Binding] = {}  # lease -> where the session was when its turn began
         self._forwarded: dict[int, Grant] = {}  # number -> what runs at a peer
         self._draining = False
@@ -219,14 +220,23 @@ class Dispatcher:
         for grant, since in self._in_slots.values():
             yield Running(grant.ask.request_id, grant.backend, since, grant.answered)
 
+    def node_left(self, node: str) -> None:
+        """A peer said that it leaves: it takes no more, and what it runs for us ends."""
+        self._left[node] = self._clock()
+        self.peers.remove(node)
+
     def lost_forwards(self, silent_s: float) -> list[str]:
-        """Ids of unanswered requests at peers that left, or have not reported for so long."""
+        """Ids of unanswered requests at peers that are gone, or have not reported for so long.
+
+        A peer that took its leave lets what it runs end first, and is given the time for it.
+        """
         now = self._clock()
+        self._left = {node: at for node, at in self._left.items() if now - at < LEFT_DRAIN_S}
         lost = []
         for grant in self._forwarded.values():
             if not grant.answered:
                 age_s = self.peers.silent_s(grant.node, now)
-                if age_s is None or age_s >= silent_s:
+                if (age_s is None and grant.node not in self._left) or (age_s or 0.0) >= silent_s:
                     lost.append(grant.ask.request_id)
         return lost
 

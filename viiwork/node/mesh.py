@@ -253,7 +253,10 @@ class NodeMesh:
         member = event.member
         log.info("member.%s name=%s addr=%s", event.kind, member.name, event.other_addr or member.api)
         if event.kind in ("dead", "left"):
-            self._dispatcher.peers.remove(member.name)
+            if event.kind == "left":
+                self._dispatcher.node_left(member.name)
+            else:
+                self._dispatcher.peers.remove(member.name)
             self.aliases.gone(member.name)
             self._dispatcher.book.node_gone(member.name)
             if event.kind == "dead" and self._rejoiner is not None:

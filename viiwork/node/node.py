@@ -116,6 +116,8 @@ class Node:
             facts = await self._machine_facts(self._config)
             await self._perf.configured(self._config.models)
             ending.push_async_callback(self._perf.save, now=True)
+            if self._trace is not None:
+                ending.push_async_callback(self._trace.flush)
             await self._supervisor.start(facts, partial(card_pids, facts.vendor))
             ending.push_async_callback(self._drain)
             ending.push_async_callback(self._mesh.leave)
@@ -129,7 +131,6 @@ class Node:
                 asyncio.create_task(self._perf.run(), name="perf"),
             ]
             if self._trace is not None:
-                ending.push_async_callback(self._trace.flush)
                 tasks.append(asyncio.create_task(self._trace.run(), name="trace"))
             for task in tasks:
                 task.add_done_callback(self._task_ended)
@@ -385,6 +386,7 @@ class Node:
         models = loaded.config.models
         facts = await self._machine_facts(msgspec.structs.replace(self._config, models=models))
         self._fingerprints.configure(models)
+        await self._perf.configured(models)
         self._supervisor.apply(models, facts=facts, hidden_env=_hidden_env(loaded), api_keys=loaded.api_keys)
         for name in before.difference(model.name for model in models):
             self._dispatcher.slots.remove_model(name)

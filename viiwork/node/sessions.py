@@ -161,10 +161,9 @@ class NodeSessions:
 
     def _held_here(self, ask: Ask) -> Held | None:
         if ask.chain is not None:
-            for link in reversed(ask.chain.links):
-                there = self.table.at_tip(ask.model, link)
-                if there is not None:
-                    return Held(there.n_tokens, "slot" if there.ref is not None else "ram")
+            there = self.table.longest(ask.model, ask.chain.links)
+            if there is not None:
+                return Held(there.n_tokens, "slot" if there.ref is not None else "ram")
         if ask.session is None:
             return None
         key = (ask.session, ask.model)
