@@ -318,5 +318,5 @@ def test_forwards_that_end_never_free_more_slots_than_a_peer_has():
     report(v.peers, "b", 1, NOW - 0.5)
     for number in numbers:
         v.peers.forward_ended("b", number)
-    (offer,) = v.peers.candidates("m", NOW)
-    assert offer.free == 1
+    (peer,) = v.peers.candidates("m", NOW)
+    assert peer.free == 1

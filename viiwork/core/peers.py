@@ -165,9 +165,9 @@ class PeerTable:
         if peer is None or known is None:
             return False
         model, _ = known
+        peer.offered.pop(model, None)
         # Below zero: the report counts it as busy, and its slot need not idle until the next one.
         peer.unseen[model] = peer.unseen.get(model, 0) - 1
-        peer.offered.pop(model, None)
         return True
 
     def refused(self, node: str, model: str, now: float) -> None:
