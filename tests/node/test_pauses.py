@@ -58,8 +58,9 @@ async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch, 
         )
         assert list(dispatcher.peers.serving("m", 100.5))
         asleep[0] += 3 * 3600
-        while list(dispatcher.peers.serving("m", 100.5)):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while list(dispatcher.peers.serving("m", 100.5)):
+                await asyncio.sleep(0.01)
         assert dispatcher.peers.knows("m")
     finally:
         running.cancel()

@@ -92,6 +92,7 @@ class PeerTable:
                 requested_at, received_at = known.requested_at - seconds, known.received_at - seconds
                 peer.report = replace(known, requested_at=requested_at, received_at=received_at)
                 peer.fresh_until -= seconds
+                peer.fresh_until -= seconds
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:
