@@ -272,7 +272,7 @@ async def test_a_report_that_did_not_change_is_not_decoded_again_and_counts_as_n
     await heard.until(lambda _: len(heard.items) >= 3)
     assert len(decoded) == 1 and heard.items[2][2] > heard.items[0][2]
     busy[0] = 3
-    await poller.ask_now(30.0)
+    await poller.ask_now(30.0, 0.0)
     await heard.until(lambda item: item[1].models[0].busy == 3)
     assert len(decoded) == 2
 
