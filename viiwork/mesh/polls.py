@@ -77,7 +77,7 @@ class CapacityPoller:
         """Last good report of each polled member, whatever its age."""
         return {name: w.report for name, w in self._watches.items() if w.report is not None}
 
-    async def ask_now(self, within_s: float, older_than_s: float) -> None:
+    async def ask_now(self, within_s: float, older_than_s: float = 0.0) -> None:
         """Poll at once whose last question is so old, and wait for the answers for so long."""
         now = self._now()
         asked: list[asyncio.Future[None]] = []
