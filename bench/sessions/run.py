@@ -2,11 +2,11 @@
 
 Three nodes on loopback with a real engine of two slots each serve eight conversations at once; half of them
 name their session in a header. Each turn sends the whole conversation so far, as an agent does, and then its
-tools work for about as long as the turn took, so that the share of busy slots does not depend on how fast the
-machine is. First each node reads a few prompts of nobody's conversation, for a mesh that is in use has measured
-its nodes. Some begin their prompt anew once, as a compaction does. A hit is a turn that found at least 80 % of
-its conversation's last context read already, by the engine's own counts; first turns and compactions are
-left out.
+tools work for about as long as the turn took, so that the share of busy slots does not depend on how fast
+the machine is. First each node reads a few prompts of nobody's conversation, for a mesh that is in use has
+measured its nodes. Some begin their prompt anew once, as a compaction does. A hit is a turn that found at
+least 80 % of its conversation's last context read already, by the engine's own counts; first turns and
+compactions are left out.
 
 `plain` runs the same nodes with `routing.performance: false`: here first, then the peer with most room. Both
 run in turn, with the same conversations and the same random numbers.
