@@ -116,6 +116,7 @@ class Turn:
     kind: str  # first | continued | compaction
     before: int = 0  # tokens it held before
     moved: bool = False
+    why: Any = None  # of a miss: the decisions, as the entry node tells them
 
     @property
     def is_hit(self) -> bool:
@@ -165,8 +166,8 @@ def free_port(host: str) -> int:
 
 async def ask(
     http: aiohttp.ClientSession, entry: Node, body: dict[str, Any], headers: dict[str, str]
-) -> tuple[dict[str, Any], str, str, float] | None:
-    """Timings, text, node and time of the first token of one answer; None when it was refused or cut."""
+) -> tuple[dict[str, Any], str, str, float, str] | None:
+    """Timings, text, node, time of the first token and request id of an answer; None: refused or cut."""
     first_at, answer = 0.0, ""
     timings: dict[str, Any] = {}
     try:
@@ -175,7 +176,7 @@ async def ask(
                 return None
             if response.status != 200:
                 raise SystemExit(f"{entry.name} answered {response.status}: {await response.text()}")
-            node = response.headers["X-Viiwork-Node"]
+            node, request_id = response.headers["X-Viiwork-Node"], response.headers["X-Viiwork-Request"]
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
@@ -188,7 +189,7 @@ async def ask(
                     answer += piece
     except aiohttp.ClientPayloadError:
         return None
-    return (timings, answer, node, first_at or time.monotonic()) if timings else None
+    return (timings, answer, node, first_at or time.monotonic(), request_id) if timings else None
 
 
 async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Session, number: int) -> Turn:
@@ -210,7 +211,7 @@ async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Sess
     while (reply := await ask(http, entry, body, session.headers)) is None:
         session.n_refused += 1
         await asyncio.sleep(0.5)  # as a client does that tries again; the time counts
-    timings, answer, node, first_at = reply
+    timings, answer, node, first_at, request_id = reply
     cached, prefilled = timings["cache_n"], timings["prompt_n"]
     turn = Turn(
         session=session.number,
@@ -225,6 +226,9 @@ async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Sess
         before=last.total if last is not None else 0,
         moved=last is not None and last.node != node,
     )
+    if kind == "continued" and not turn.is_hit:
+        async with http.get(f"{entry.api}/v1/why/{request_id}") as response:
+            turn.why = await response.json()
     session.last = turn
     result = f"Result of step {number}: {session.text(session.rng.randint(60, 140))}"
     session.messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": result}]
