@@ -66,6 +66,7 @@ class Tried(NamedTuple):
 
     waited_s: float = 0.0  # of its queue budget
     n_full: int = 0  # nodes that had room by their report and none when the request came
+    arrived_at: float | None = None  # when it was first to be placed; None = it was not tried yet
 
 
 UNTRIED = Tried()
@@ -324,7 +325,7 @@ class Dispatcher:
                 key = (ask.session, ask.model) if ask.session is not None else None
                 if key is not None and (binding := self.sessions.get(key)) is not None:
                     self._before[lease] = binding
-                self.sessions.taken(ref, key)
+                self.sessions.taken(ref, key, ask.chain.links if ask.chain is not None else ())
                 url = self.slots.url(ref.backend)
                 grant = Grant(ask, self._me, url, ref.backend, ref.slot, lease=lease)
                 self._in_slots[lease] = grant, now
@@ -371,11 +372,11 @@ class Dispatcher:
 
     async def _wait(self, ask: Ask, decided: Decided) -> Grant:
         now, loop = self._clock(), asyncio.get_running_loop()
-        earlier_s = self._tried.get(ask.request_id, UNTRIED).waited_s
+        earlier_s, _, arrived_at = self._tried.get(ask.request_id, UNTRIED)
         budget_s = max(self._routing.queue_timeout - earlier_s, 0.0)
         if ask.forwarded_by is not None:
             budget_s = min(budget_s, ask.wait_ms / 1000)
-        waiter = self.queue.enter(ask, now, budget_s, earlier_s)
+        waiter = self.queue.enter(ask, now, budget_s, earlier_s, arrived_at)
         future: asyncio.Future[Grant] = loop.create_future()
         self._waiting[waiter] = future
         self._noted(ask, decided, now)
@@ -419,7 +420,10 @@ class Dispatcher:
         known = self._tried.get(grant.ask.request_id, UNTRIED)
         at_peer_s = outcome.duration_s if grant.wait_ms and outcome.result == "refused" else 0.0
         n_full = known.n_full + (outcome.result == "refused" and outcome.status == 429)
-        self._tried[grant.ask.request_id] = Tried(grant.queued_s + at_peer_s, n_full)
+        arrived_at = known.arrived_at
+        if arrived_at is None:
+            arrived_at = self._clock() - outcome.duration_s - grant.queued_s
+        self._tried[grant.ask.request_id] = Tried(grant.queued_s + at_peer_s, n_full, arrived_at)
         while len(self._tried) > RETRIED_REQUESTS_MAX:
             self._tried.popitem(last=False)
 
