@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from itertools import count
 
 from hypothesis import given, settings
@@ -18,10 +19,10 @@ _numbers = count()
 
 def chain(*words: str, head: str = "tools") -> Chain:
     """One link for the head and one for each message."""
-    links, text = [f"{hash(head) & (1 << 64) - 1:016x}"], head
+    links, text = [sha256(head.encode()).hexdigest()[:16]], head
     for word in words:
         text += "|" + word
-        links.append(f"{hash(text) & (1 << 64) - 1:016x}")
+        links.append(sha256(text.encode()).hexdigest()[:16])
     return Chain(tuple(links), tuple(len(head) + 100 * n for n in range(len(links))))
 
 

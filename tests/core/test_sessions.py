@@ -155,6 +155,20 @@ def test_a_ram_cache_that_never_gives_anything_back_is_believed_no_more():
     assert where(table, "u") is None
 
 
+def test_a_slot_tells_whether_its_last_content_is_expected_in_ram():
+    table = cached_table()
+    ran(table, "s")
+    assert not table.replaces(SLOT)
+    table.taken(SLOT, T)
+    assert table.replaces(SLOT)
+    table.taken(SLOT, None)
+    assert not table.replaces(SLOT)
+    plain = SessionTable()
+    ran(plain, "s")
+    plain.taken(SLOT, T)
+    assert not plain.replaces(SLOT)
+
+
 def test_a_restarted_engine_has_an_empty_ram_cache():
     table = cached_table()
     ran(table, "s")

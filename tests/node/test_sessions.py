@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from hashlib import sha256
 
 from viiwork.config.model import RoutingSection, Seconds
 from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport
@@ -19,7 +20,7 @@ def links(*words: str) -> Chain:
     made, text = [], ""
     for word in ("head", *words):
         text += "|" + word
-        made.append(f"{hash(text) & (1 << 64) - 1:016x}")
+        made.append(sha256(text.encode()).hexdigest()[:16])
     return Chain(tuple(made), tuple(range(400, 400 + len(made))))
 
 
@@ -273,3 +274,28 @@ async def test_a_peer_that_left_holds_nothing():
     node.d.book.reported("b", (Holding("12" * 16, "m", links("a").links[-1], "", 700, "slot", 5),), 1.0)
     node.d.book.node_gone("b")
     assert node.d.book.held(node.ask("a", "1", "2", session="12" * 16)) == {}
+
+
+async def test_with_one_slot_at_home_the_title_request_runs_elsewhere_at_once_and_the_chat_comes_back():
+    node = Node(slots=1)
+    await node.turn(node.ask("build", key=KEY), prefilled=5000)
+    node.peer("b")
+    running = await node.d.acquire(node.ask("build", "1", "2", key=KEY))
+    title = await node.d.acquire(node.ask("title of build", key=KEY))
+    assert (running.node, title.node) == ("a", "b")
+    node.d.finish(title, Outcome("done", 200, usage=Usage(0, 40, 1)))
+    node.d.finish(running, Outcome("done", 200, usage=Usage(5000, 50, 1)))
+    again = await node.turn(node.ask("build", "1", "2", "3", "4", key=KEY), cached=5050)
+    assert again.node == "a" and node.sessions["moves"]["nodes"] == 0
+
+
+async def test_one_key_on_two_models_is_two_conversations_at_once():
+    node = Node(slots=1)
+    node.d.slots.put_backend("n/0", model="n", url="http://f", n_slots=1, routable=True)
+    one = node.ask("build", key=KEY)
+    two = Ask("other", "n", session_key=KEY, chain=one.chain)
+    first, second = await node.d.acquire(one), await node.d.acquire(two)
+    assert (first.backend, second.backend) == ("m/0", "n/0")
+    assert first.ask.session != second.ask.session
+    node.d.finish(first, Outcome("done", 200))
+    node.d.finish(second, Outcome("done", 200))

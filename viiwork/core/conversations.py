@@ -101,9 +101,10 @@ class Conversations:
         if chain is None or ask.session is not None or len(chain.links) < 4:
             return False  # its first turn has at most link 0 and two messages
         model, key = ask.model, ask.session_key
-        return not any(
-            (model, key, link) in self._at_tip or self._peers.is_tip(model, link) for link in chain.links[1:]
-        )
+        for link in reversed(chain.links):  # the newest tip stands near the end
+            if (model, key, link) in self._at_tip or self._peers.is_tip(model, link):
+                return False
+        return True
 
     def began(self, ask: Ask, session: str) -> None:
         """A turn of the conversation is under way, or waits for its place."""

@@ -78,6 +78,7 @@ class SessionTable:
         self._used_at: dict[SlotRef, float] = {}
         self._ram: dict[str, _RamCache] = {}
         self._from_ram: dict[SlotRef, tuple[SessionKey, int, int]] = {}  # fetched there, not yet confirmed
+        self._replaced: dict[SlotRef, SessionKey] = {}  # what the turn there now sends to RAM
         self._next = 0
         self.revision = 0  # grows with every change
 
@@ -162,17 +163,26 @@ class SessionTable:
         A slot whose content the turn begins with is built upon, and nothing is moved.
         """
         before = self._occupant.get(ref)
+        self._replaced.pop(ref, None)
         if before is not None and before != key:
             if self._bindings[before].tip in links:
                 self._forget_slot(ref)
             else:
                 self._evict(ref)
+                self._replaced[ref] = before
         self._from_ram.pop(ref, None)
         cache = self._ram.get(ref.backend)
         if key is not None and cache is not None and key in cache.entries:
             self._from_ram[ref] = (key, *cache.take(key))
             self._occupant[ref] = key
             self._store(key, replace(self._bindings[key], ref=ref, ram=""))
+
+    def replaces(self, ref: SlotRef) -> bool:
+        """Is what the slot held before this turn expected in RAM? The engine copies it when a request for
+        another prompt starts there, and not when a replica is restored.
+        """
+        key, cache = self._replaced.get(ref), self._ram.get(ref.backend)
+        return key is not None and cache is not None and key in cache.entries
 
     def ran_here(
         self, key: SessionKey, binding: Binding, now: float = 0.0, cached: int | None = None
