@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.fakes.tiny_models import MODELS, make_tiny_model
 from viiwork.host.demo_model import ensure_demo_model
+
+# A busy machine makes any example slow; no test here is about time.
+settings.register_profile("viiwork", deadline=None)
+settings.load_profile("viiwork")
 
 
 @pytest.fixture(scope="session")

@@ -67,6 +67,9 @@ RAM_TOKEN_BYTES = (
 CONVERSATION_TIPS_MAX = 8  # turns of a conversation an edit may go back to; 100 B each, 3 MiB in all
 HOLDINGS_MAX = 256  # conversations a node tells of; 500 B each in memory, 128 KiB a member
 HOLDINGS_ASK_S = 0.1  # for peers to say what they hold; reading an unknown conversation anew takes seconds
+HOLDINGS_OLD_S = (
+    0.2  # a peer asked more lately is not asked again for that: five extra polls a second at most
+)
 HOLDINGS_MAX_BYTES = 32 * KIB  # of them in one capacity report; sent only when they changed
 PROMPT_BYTES_PER_TOKEN = 4  # of text, code and markup alike, where nothing was measured
 CHAIN_BLOCK_BYTES = KIB  # of a prompt without messages: 62 blocks back is more than a turn adds
@@ -257,6 +260,7 @@ KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 # -- node ------------------------------------------------------------------------------------------
 STALL_S = 5.0  # a request unanswered on an idle engine for so long is lost: five polls are no accident
 SILENT_S = 1.0  # after an engine left routing by its silence: one more look, then its unbegun requests move
+LEFT_DRAIN_S = 120.0  # a node that took its leave may run our requests so long; its grace is 60 s by default
 STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_CLOCK_SKEW_MS = 86_400_000  # a generation further ahead would keep every later state of its session out

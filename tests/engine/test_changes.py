@@ -11,7 +11,7 @@ import pytest
 from viiwork.config.model import ModelSection, Seconds
 from viiwork.engine.ladder import Rules
 
-from .conftest import Watch, is_alive
+from .conftest import PATIENCE_S, Watch, is_alive
 
 Build = Callable[..., ModelSection]
 
@@ -136,9 +136,8 @@ async def test_stopping_in_the_middle_of_a_drain_ends_everything(watch: Watch, f
     watched.in_flight["a/0"] = 1
     watched.apply(fake_model("b"))
     await watched.until(lambda view: view.status == "draining")
-    await asyncio.gather(
-        watched.supervisor.stop(60.0), watched.supervisor.stop(0.0)
-    )  # the second one hurries
+    async with asyncio.timeout(PATIENCE_S):  # less than the grace of what drains; the second stop hurries
+        await asyncio.gather(watched.supervisor.stop(60.0), watched.supervisor.stop(0.0))
     assert not is_alive(view.pid) and "b/0" not in {view.id for view in watched.seen}
 
 

@@ -51,6 +51,7 @@ async def ask(
     http: aiohttp.ClientSession, node: NodeProcess, body: dict[str, Any], **headers: str
 ) -> tuple[int, str]:
     """Status of the answer, and the node that ran the request ("" for an error of the node's own)."""
+    headers = {"X-Viiwork-Prefer": node.name} | headers  # here, unless there is no room
     async with http.post(f"{node.api}/v1/chat/completions", json=body, headers=headers) as response:
         await response.read()
         return response.status, response.headers.get("X-Viiwork-Node", "")

@@ -33,7 +33,8 @@ async def test_what_a_frozen_engine_has_not_begun_runs_on_the_peer_and_the_engin
         pid = a.engine_pids()["m/0"]
         unbegun = asking(http, a, question("unbegun", hold_s=0.5))
         stream = question("mid-stream", stream=True, max_tokens=300)
-        async with http.post(f"{a.api}/v1/chat/completions", json=stream) as begun:
+        prefer = {"X-Viiwork-Prefer": "a"}
+        async with http.post(f"{a.api}/v1/chat/completions", json=stream, headers=prefer) as begun:
             assert begun.headers["X-Viiwork-Node"] == "a"
             await begun.content.readany()
             await until_busy(http, a, "m", 2)

@@ -121,8 +121,11 @@ class Supervisor:
         Called a second time while it runs, it hurries with the shorter of both times.
         """
         shared, self._shared = self._shared, None  # nothing starts any more
+        retiring = list(self._retiring.values())
+        for task in retiring:
+            task.cancel()  # what still runs there is not waited for any longer
         await asyncio.gather(*(backend.stop(timeout_s) for backend in self._backends.values()))
-        await asyncio.gather(*self._retiring.values(), return_exceptions=True)
+        await asyncio.gather(*retiring, return_exceptions=True)
         if shared is not None:
             await shared.session.close()
         await asyncio.to_thread(self._guard.close)
