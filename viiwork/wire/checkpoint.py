@@ -82,7 +82,7 @@ def _window(
     tokens: array[int],
     entry: AppendedCheckpoint,
 ) -> CacheRows:
-    if (found.k, found.v, found.rot) != (swa.k, swa.v, (swa.n_rot_k, swa.n_rot_v)) or not found.cells:
+    if (found.k, found.v, found.rot) != (swa.k, swa.v, (swa.n_rot_k, swa.n_rot_v)):
         raise _bad("its window is of another cache")
     cells = read_cells(pread, found.meta_offset, found.cells, shape.ext, tokens)
     if cells.lo + found.cells != entry.n_tokens or cells.lo < entry.pos_min:

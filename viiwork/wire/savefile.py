@@ -224,8 +224,6 @@ def _caches(pread: PRead, reading: _Reading, tokens: array[int]) -> tuple[tuple[
     seq_ids: set[int] = set()
     forms: set[tuple[int, int, bool]] = set()
     for at, cache in enumerate(reading.caches):
-        if not cache.cells:
-            raise SaveFileError("bad_file", f"{len(tokens)} tokens but no cells")
         cells = read_cells(pread, cache.meta_offset, cache.cells, reading.ext, tokens)
         if cells.lo + cache.cells != len(tokens) or (at == 0 and cells.lo):
             raise SaveFileError("bad_file", f"{cache.cells} cells from {cells.lo}, {len(tokens)} tokens")

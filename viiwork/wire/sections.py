@@ -79,7 +79,7 @@ class Attention:
     """One attention cache as it stands in a file."""
 
     n_stream: int
-    stream: int = -1  # -1 = every stream is empty
+    stream: int = 0
     cells: int = 0
     meta_offset: int = 0
     v_trans: bool = False
@@ -103,6 +103,8 @@ def read_attention(cursor: Cursor, *, ext: bool, has_v: bool) -> Attention:
         found.stream, found.cells = stream, cells
         found.meta_offset = cursor.skip(cells * (CELL_BYTES + (EXT_BYTES if ext else 0)))
         _read_planes(cursor, found, has_v)
+    if not found.cells:
+        raise Misfit("no cells")  # tokens without any abort the engine at the next prompt
     return found
 
 
