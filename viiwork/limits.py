@@ -260,7 +260,9 @@ KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; belo
 KV_LOCAL_JOBS = 4  # renders and inspections at once in one worker; more wait for a thread
 KV_JOBS_MAX = 16  # transfers at once in one worker; each has two threads and one ring: 256 MiB at worst
 KV_REPLICAS_MAX = 4096  # replicas of one worker; about 1 KiB of facts each in memory
-KV_REPLICA_AGE_S = 86_400.0  # a replica nobody renewed for a day is removed: a conversation is nobody's to keep
+KV_REPLICA_AGE_S = (
+    86_400.0  # a replica nobody renewed for a day is removed: a conversation is nobody's to keep
+)
 KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed
 KV_SILENCE_S = 8.0  # a peer that moves nothing for this long is gone; a LAN stall is far shorter
 KV_JOB_DEADLINE_S = 600.0  # whole transfer: 250 MB at 0.5 MB/s; slower than that a cold prefill wins

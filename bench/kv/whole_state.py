@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from viiwork.wire.whole_file import parse
 
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveGrant, SendJob
 from viiwork.wire.channel import mesh_key
-from viiwork.wire.whole_file import parse
 
 KEY = mesh_key("bench")
 MODEL, SESSION = b"m" * 32, b"s" * 32

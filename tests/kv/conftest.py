@@ -9,12 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from viiwork.kv.client import KvWorker
-from viiwork.kv.jobs import ModelTerms, ReceiveGrant, SendJob
+from viiwork.kv.jobs import ModelTerms, ReceiveGrant, SendJob, StateFile
 from viiwork.wire.channel import mesh_key
-from viiwork.wire.whole_file import SaveInfo, parse
+from viiwork.wire.savefile import layout_of, parse
+from viiwork.wire.state import Layout, SaveInfo
 
 KEY = mesh_key("a secret")
 MODEL = b"m" * 32
@@ -29,6 +31,7 @@ def _load_saves() -> ModuleType:
 
 
 make_save = _load_saves().make_save
+make_turn = _load_saves().make_turn
 
 
 @pytest.fixture(name="make_save")
@@ -47,19 +50,44 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def send_job(path: Path, **changes: Any) -> SendJob:
+FILE = (
+    "path",
+    "session",
+    "model_fp",
+    "generation",
+    "source",
+    "known",
+    "checkpoints",
+    "n_written",
+    "n_saved",
+    "n_vocab",
+)
+
+
+def state_file(path: Path, **changes: Any) -> StateFile:
     values: dict[str, Any] = {
         "path": str(path),
         "session": b"s" * 32,
         "model_fp": MODEL,
         "generation": 1,
         "created_unix_s": 1.0,
-        "key": KEY,
-        "local_name": "a",
-        "peer_name": "b",
-        "encrypt": False,
+        "source": "a",
     }
-    return SendJob(**{**values, **changes})
+    return StateFile(**{**values, **changes})
+
+
+def send_job(path: Path, **changes: Any) -> SendJob:
+    of_file = {name: changes.pop(name) for name in FILE if name in changes}
+    values: dict[str, Any] = {"key": KEY, "local_name": "a", "peer_name": "b", "encrypt": False}
+    return SendJob(file=state_file(**{"path": path, **of_file}), **{**values, **changes})
+
+
+def target_for(
+    data: bytes, *, n_stream: int = 1, slot: int = 0, max_tokens: int = 1 << 20, **changes: Any
+) -> Layout:
+    """An engine of the same model with other slots."""
+    layout = layout_of(info_of(data), slot=slot, max_tokens=max_tokens)
+    return msgspec.structs.replace(layout, n_stream=n_stream, **changes)
 
 
 def grant_for(data: bytes, **changes: Any) -> ReceiveGrant:
@@ -76,7 +104,7 @@ def kit() -> Any:
         pass
 
     kit = Kit()
-    for helper in (make_save, info_of, tcp_pair, send_job, grant_for):
+    for helper in (make_save, make_turn, info_of, tcp_pair, state_file, send_job, grant_for, target_for):
         setattr(kit, helper.__name__, helper)
     kit.KEY, kit.MODEL = KEY, MODEL  # type: ignore[attr-defined]
     return kit

@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from viiwork.wire.whole_file import Layout
 
 from viiwork.errors import KvError
-from viiwork.wire.whole_file import Layout
 
 pytestmark = pytest.mark.engine
 

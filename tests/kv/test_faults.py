@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
+from viiwork.wire.whole_file import Layout
 
 from viiwork.errors import KvError
 from viiwork.wire.channel import Initiator, mesh_key
-from viiwork.wire.whole_file import Layout
 
 Hook = Callable[[int, bytearray], bytearray | None]
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from viiwork.wire.whole_file import Plane, StateShape
 
 from viiwork.errors import KvError
 from viiwork.limits import KV_MESSAGE_MAX_BYTES
@@ -21,7 +22,6 @@ from viiwork.wire.replica import (
     unpack_offer,
     unseal,
 )
-from viiwork.wire.whole_file import Plane, StateShape
 
 
 def shape(n_layer: int = 2, **changes: Any) -> StateShape:

@@ -25,7 +25,7 @@ from viiwork.limits import (
     KV_RESTART_MIN_S,
     KV_STABLE_S,
 )
-from viiwork.wire.whole_file import Layout, SaveInfo
+from viiwork.wire.state import Layout
 
 log = logging.getLogger("viiwork.kv")
 
@@ -51,6 +51,8 @@ class KvStats:
     received: int
     received_bytes: int
     receive_mb_per_s: float | None
+    kept: int  # of this node's own save-files
+    kept_bytes: int
     rendered: int
     rendered_bytes: int
     failures: dict[str, int]  # by reason word
@@ -124,20 +126,29 @@ class KvWorker:
     async def send(self, sock: socket.socket, job: jobs.SendJob) -> jobs.SendDone:
         """Send a save-file over `sock`, which is closed here in every case."""
         done = await self._transfer(sock, job, jobs.SendDone, job.deadline_s)
-        self._count("sent", done.total_bytes, done.stages)
+        self._count("sent", done.raw_bytes, done.stages)
         return done
 
     async def receive(self, sock: socket.socket, grant: jobs.ReceiveGrant) -> jobs.ReceiveDone:
         """Take a replica from the peer on `sock`, which is closed here in every case."""
         done = await self._transfer(sock, grant, jobs.ReceiveDone, grant.deadline_s)
-        self._count("received", done.manifest.offer.total_bytes, done.stages)
+        self._count("received", done.raw_bytes, done.stages)
         return done
 
-    async def render(self, replica: str, target: Layout, out: Path) -> jobs.RenderDone:
-        """Write `out`, which must not exist, as a file `target` restores; it is the caller's to remove."""
+    async def keep(self, file: jobs.StateFile) -> jobs.ReceiveDone:
+        """Keep a save-file of this node as a replica."""
+        done = await self._ask(jobs.KeepJob(file=file), jobs.ReceiveDone, LOCAL_JOB_S)
+        self._count("kept", done.raw_bytes, done.stages)
+        return done
+
+    async def render(self, replica: str, target: Layout, out: Path, *, at_most: int = 0) -> jobs.RenderDone:
+        """Write `out`, which must not exist, as a file `target` restores; it is the caller's to remove.
+
+        At most so many tokens (0 = all); how many it came to is in the answer.
+        """
         if os.path.lexists(out):
             raise KvError("io_error", f"{out} exists already")
-        job = jobs.RenderJob(replica=replica, target=target, out=str(out))
+        job = jobs.RenderJob(replica=replica, target=target, out=str(out), at_most=at_most)
         try:
             done = await self._ask(job, jobs.RenderDone, LOCAL_JOB_S)
         except BaseException:
@@ -148,7 +159,7 @@ class KvWorker:
         self._count("rendered", done.total_bytes, done.stages)
         return done
 
-    async def inspect(self, path: Path, *, n_vocab: int = 0) -> SaveInfo:
+    async def inspect(self, path: Path, *, n_vocab: int = 0) -> jobs.SaveFacts:
         job = jobs.InspectJob(path=str(path), n_vocab=n_vocab)
         return (await self._ask(job, jobs.InspectDone, LOCAL_JOB_S)).info
 
@@ -170,6 +181,8 @@ class KvWorker:
             received=self._done["received"],
             received_bytes=self._bytes["received"],
             receive_mb_per_s=self._rate.get("received"),
+            kept=self._done["kept"],
+            kept_bytes=self._bytes["kept"],
             rendered=self._done["rendered"],
             rendered_bytes=self._bytes["rendered"],
             failures=dict(self._failures),

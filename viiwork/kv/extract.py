@@ -137,7 +137,9 @@ class SavedState:
                     if ranges:
                         gather(self._fd, ranges, view[begun:at])
                         ranges = []
-                    self._read_strips(span.offset, span.stride, span.n, span.n_channels, span.elem_bytes, view[at:])
+                    self._read_strips(
+                        span.offset, span.stride, span.n, span.n_channels, span.elem_bytes, view[at:]
+                    )
                     begun = at + span.size
                 at += span.size
         if ranges:

@@ -1,4 +1,4 @@
-"""One state on its way into the store: what of it is held, what is written, and what is known of it so far."""
+"""One state on its way into the store: what of it is held, what is written, what is proven so far."""
 
 from __future__ import annotations
 
@@ -135,10 +135,9 @@ class Incoming:
 
     def _protect(self) -> None:
         """Before rows are overwritten, nothing on disk may claim them."""
-        for manifest in self._store.held(self._claim):
-            if self._claim.entry.committed and manifest.generation == self._claim.entry.committed.generation:
-                if manifest.n_tokens > self._keep:
-                    self._store.truncated(self._claim, self._cut(manifest, self._keep))
+        manifest = self._store.replica(self._claim)
+        if manifest is not None and manifest.n_tokens > self._keep:
+            self._store.truncated(self._claim, self._cut(manifest, self._keep))
         self._store.forget_unfinished(self._claim)
 
     def _cut(self, manifest: Manifest, n: int) -> Manifest | None:
@@ -223,7 +222,9 @@ class Incoming:
         front = start // group - low // group
         own = self._digests[at][front:]
         first = max(self._offer.needed[at], start // group * group)
-        if first != max(low, start // group * group):  # the sender's file starts within this group, ours before
+        if first != max(
+            low, start // group * group
+        ):  # the sender's file starts within this group, ours before
             own[0] = row_file.digest(first, min(n, (start // group + 1) * group), self._buffer)
         return b"".join(own)
 
@@ -296,8 +297,10 @@ class Incoming:
 
     def _worth_keeping(self) -> bool:
         # A window is taken whole, so only what of it lies below the base cache's rows counts.
-        return self._reached > self._keep and self._reached > 0 and all(
-            low < self._reached for low in self._lows
+        return (
+            self._reached > self._keep
+            and self._reached > 0
+            and all(low < self._reached for low in self._lows)
         )
 
 

@@ -15,7 +15,7 @@ from viiwork.kv.jobs import ReceiveDone, ReceiveGrant, Stages
 from viiwork.kv.link import Cancel, Link
 from viiwork.kv.pipeline import PartnerStopped, Pipeline
 from viiwork.kv.store import ReplicaStore
-from viiwork.limits import KV_FRAME_MAX_BYTES, KV_LINGER_S
+from viiwork.limits import KV_LINGER_S
 from viiwork.wire.channel import TAG_BYTES, Codec, FrameType, Header, Opener, Sealer, pack_refusal
 from viiwork.wire.delta import pieces_of
 from viiwork.wire.groups import Piece
@@ -126,7 +126,8 @@ def _take(
     incoming.begin(keep)
     due = list(pieces_of(offer, have, keep, incoming.starts))
     pipe: Pipeline[Header] = Pipeline(
-        max((piece.size for piece in due), default=1) + TAG_BYTES, _Writer(opener, incoming, offer, due, stages).run
+        max((piece.size for piece in due), default=1) + TAG_BYTES,
+        _Writer(opener, incoming, offer, due, stages).run,
     )
     try:
         for piece in due:

@@ -7,8 +7,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from blake3 import blake3
 
@@ -41,7 +42,8 @@ def render(replica: Opened, job: RenderJob, cancel: Cancel) -> RenderDone:
         raise SaveFileError("not_held", "no state this engine could take is held of these tokens")
     plan = render_plan(stored, manifest.tokens, job.target, n)
     size = plan_bytes(plan)
-    with _created(job.out, size) as (fd, view):
+    turned = any(isinstance(part, StoreStrips | BlobTurned) for part in plan)
+    with _created(job.out, size, turned) as (fd, view):
         _Rendering(replica, plan, n, fd, view, cancel).run()
     total = time.monotonic() - started
     return RenderDone(
@@ -53,16 +55,18 @@ def render(replica: Opened, job: RenderJob, cancel: Cancel) -> RenderDone:
 
 
 @contextmanager
-def _created(path: str, size: int) -> Iterator[tuple[int, mmap.mmap]]:
-    """A new file and a view of it, removed again when what is done with it fails."""
+def _created(path: str, size: int, view: bool) -> Iterator[tuple[int, mmap.mmap | None]]:
+    """A new file, and a view of it if wanted; removed again when what is done with it fails."""
     with file_errors():
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with file_errors():
-            os.posix_fallocate(fd, 0, size)  # a view of a file without its blocks would end the process
-            view = mmap.mmap(fd, size)
-        with view:
-            yield fd, view
+            if view:
+                os.posix_fallocate(fd, 0, size)  # a view of a file without its blocks would end the process
+            else:
+                os.ftruncate(fd, size)
+        with mmap.mmap(fd, size) if view else nullcontext() as mapped:
+            yield fd, mapped
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -101,10 +105,10 @@ class _Target:
 
 class _Rendering:
     def __init__(
-        self, replica: Opened, plan: list[Part], n: int, fd: int, view: mmap.mmap, cancel: Cancel
+        self, replica: Opened, plan: list[Part], n: int, fd: int, view: mmap.mmap | None, cancel: Cancel
     ) -> None:
         self._replica, self._n, self._fd, self._cancel = replica, n, fd, cancel
-        self._view = view
+        self._view = view  # there when something is transposed
         self._targets: list[list[_Target]] = [[] for _ in replica.manifest.caches]
         self._blobs: list[tuple[BlobBytes | BlobTurned, int]] = []
         self._literals: list[tuple[bytes, int]] = []
@@ -135,7 +139,7 @@ class _Rendering:
             step = -(-(end - first) // threads)
             for low in range(first, end, step):
                 stripe = range(low, min(low + step, end))
-                jobs.append(lambda index=index, rows=rows, stripe=stripe: self._copy(index, rows, stripe))
+                jobs.append(partial(self._copy, index, rows, stripe))
         if len(jobs) == 1:
             jobs[0]()
         elif jobs:
@@ -175,7 +179,9 @@ class _Rendering:
             else:
                 self._write(view[begun:at], ranges)
                 if low < high:
-                    self._place_some(target, low, high, view[at + (low - lo) * width : at + (high - lo) * width])
+                    self._place_some(
+                        target, low, high, view[at + (low - lo) * width : at + (high - lo) * width]
+                    )
                 ranges, begun = [], at + held * width
             at += held * width
         self._write(view[begun:at], ranges)
@@ -193,16 +199,18 @@ class _Rendering:
         # Row r, channel c goes to strip c, cell r: a transposition straight into the file.
         elem = part.elem_bytes
         first = target.at + (low - part.pos) * elem
-        out = memoryview(self._view)[first : target.at + part.size]
-        transpose(rows, high - low, part.n_channels, elem, out, dst_stride=part.n * elem)
-        out.release()
+        assert self._view is not None
+        with memoryview(self._view) as whole, whole[first : target.at + part.size] as out:
+            transpose(rows, high - low, part.n_channels, elem, out, dst_stride=part.n * elem)
 
     # -- blobs
 
     def _copy_blobs(self) -> None:
         wanted = {(part.kind, part.n_tokens) for part, _ in self._blobs}
         for blob, fd in zip(self._replica.manifest.blobs, self._replica.blobs, strict=True):
-            if (blob.facts.kind, blob.facts.n_tokens) in wanted and _digest_of(fd, blob.facts.size) != blob.digest:
+            if (blob.facts.kind, blob.facts.n_tokens) in wanted and _digest_of(
+                fd, blob.facts.size
+            ) != blob.digest:
                 raise KvError("corrupt", "a blob changed since it was verified")
         for part, at in self._blobs:
             fd = self._blob_fd(self._replica.manifest, part)
@@ -210,9 +218,9 @@ class _Rendering:
                 source = memoryview(bytearray(part.size))
                 with file_errors():
                     pread_exact(fd, source, part.offset)
-                out = memoryview(self._view)[at : at + part.size]
-                transpose(source, part.n_rows, part.n_columns, part.elem_bytes, out)
-                out.release()
+                assert self._view is not None
+                with memoryview(self._view) as whole, whole[at : at + part.size] as out:
+                    transpose(source, part.n_rows, part.n_columns, part.elem_bytes, out)
             else:
                 self._copy_bytes(fd, part.offset, at, part.size)
 

@@ -23,8 +23,7 @@ from viiwork.wire.groups import (
     groups_of,
     rows_of_group,
 )
-from viiwork.wire.replica import Begin, Commit, Have, Offer, pack_message, replica_name, unpack_have
-
+from viiwork.wire.replica import Begin, Commit, Have, pack_message, replica_name, unpack_have
 
 _Reader = Callable[[Pipeline[Sealed]], None]
 
@@ -172,11 +171,17 @@ class _Sending:
             codec = codec_of(self.offer.shape.caches[piece.segment])
             payload = self._packer.pack(view, codec)
         t1 = time.monotonic()
-        place = {"offset": piece.offset, "segment": piece.segment, "rows": piece.rows}
-        if payload is None:
-            frame = self._sealer.seal(piece.type, view, digest=digest, **place)
-        else:
-            frame = self._sealer.seal(piece.type, payload, raw_len=piece.size, codec=codec, **place)
+        packed = payload is not None
+        frame = self._sealer.seal(
+            piece.type,
+            view if payload is None else payload,
+            offset=piece.offset,
+            segment=piece.segment,
+            rows=piece.rows,
+            raw_len=piece.size,
+            codec=codec if packed else Codec.RAW,
+            digest=b"" if packed else digest,
+        )
         self._stages.compress_s += t1 - t0
         self._stages.hash_s += time.monotonic() - t1
         return frame

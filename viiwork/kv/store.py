@@ -259,12 +259,17 @@ class ReplicaStore:
 
     def held(self, claim: Claim) -> tuple[Manifest, ...]:
         """What the entry's files hold: of an unfinished transfer first, then the replica."""
-        entry = claim.entry
-        found = []
-        for known, suffix in ((entry.unfinished, "journal"), (entry.committed, "manifest")):
-            if known is not None:
-                found.append(self._read(f"{entry.stem}.{suffix}"))
-        return tuple(found)
+        with self._lock:
+            unfinished = claim.entry.unfinished
+            found = (self._read(f"{claim.stem}.journal") if unfinished else None, self._replica(claim))
+        return tuple(manifest for manifest in found if manifest is not None)
+
+    def replica(self, claim: Claim) -> Manifest | None:
+        with self._lock:
+            return self._replica(claim)
+
+    def _replica(self, claim: Claim) -> Manifest | None:
+        return self._read(f"{claim.stem}.manifest") if claim.entry.committed else None
 
     def create_part(self, claim: Claim, blob: BlobFacts) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS
@@ -289,7 +294,9 @@ class ReplicaStore:
             try:
                 with file_errors():
                     for index in range(len(manifest.caches)):
-                        fds.append(os.open(f"{entry.stem}.rows-{index}", os.O_RDONLY | _FLAGS, dir_fd=self._dir))
+                        fds.append(
+                            os.open(f"{entry.stem}.rows-{index}", os.O_RDONLY | _FLAGS, dir_fd=self._dir)
+                        )
                     for blob in manifest.blobs:
                         path = blob_file(entry.stem, blob.facts)
                         fds.append(os.open(path, os.O_RDONLY | _FLAGS, dir_fd=self._dir))
@@ -362,7 +369,11 @@ class ReplicaStore:
         for line, other in idle.items():
             if max(over_budget, over_disk, over_count) <= 0:
                 break
-            over_budget, over_disk, over_count = over_budget - other.size, over_disk - other.size, over_count - 1
+            over_budget, over_disk, over_count = (
+                over_budget - other.size,
+                over_disk - other.size,
+                over_count - 1,
+            )
             if name := self._remove(line):
                 evicted.append(name)
         return evicted

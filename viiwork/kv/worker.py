@@ -20,7 +20,9 @@ from typing import NoReturn
 
 from viiwork.errors import KvError
 from viiwork.kv import jobs
+from viiwork.kv.extract import facts_of
 from viiwork.kv.files import open_save, pread_of
+from viiwork.kv.keep import keep_state
 from viiwork.kv.link import Cancel
 from viiwork.kv.receiver import receive_state
 from viiwork.kv.render import render
@@ -28,7 +30,7 @@ from viiwork.kv.sender import send_state
 from viiwork.kv.store import ReplicaStore
 from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX, KV_LOCAL_JOBS
 from viiwork.wire.channel import warm_up
-from viiwork.wire.whole_file import parse
+from viiwork.wire.savefile import parse
 
 STOP_WITHIN_S = 5.0  # after the node is gone; then the process ends whatever its threads do
 _PR_SET_PDEATHSIG = 1
@@ -107,7 +109,7 @@ class Worker:
             done = self._do(job, sock, cancel)
         except KvError as error:
             # Cancelling works by cutting the socket; what the job then reports is not the reason.
-            reason = "cancelled" if cancel.is_set else error.reason
+            reason = cancel.reason if cancel.is_set else error.reason
             done = jobs.Failed(reason=reason, message=str(error)[:500])
         except Exception as error:  # noqa: BLE001 - one job's bug must not take the other jobs along
             sys.excepthook(type(error), error, error.__traceback__)
@@ -126,11 +128,13 @@ class Worker:
                 return send_state(_need(sock), job, cancel)
             case jobs.ReceiveGrant():
                 return receive_state(_need(sock), job, self._store, cancel)
+            case jobs.KeepJob():
+                return keep_state(job, self._store, cancel)
             case jobs.RenderJob():
                 return self._render(job, cancel)
             case jobs.InspectJob():
                 with open_save(job.path) as (fd, size):
-                    return jobs.InspectDone(info=parse(pread_of(fd), size, n_vocab=job.n_vocab))
+                    return jobs.InspectDone(info=facts_of(parse(pread_of(fd), size, n_vocab=job.n_vocab)))
             case jobs.DropJob():
                 return jobs.DropDone(dropped=self._store.drop(job.replica))
             case jobs.StatsJob():
@@ -141,21 +145,21 @@ class Worker:
         try:
             return render(replica, job, cancel)
         except KvError as error:
-            if error.reason == "corrupt":
+            if error.reason in ("corrupt", "bad_file"):
                 self._store.drop(job.replica)
             raise
         finally:
-            os.close(replica.fd)
+            replica.close()
 
     def _stats(self) -> jobs.StoreStats:
-        replicas, replica_bytes, incoming, incoming_bytes = self._store.counts()
+        replicas, replica_bytes, unfinished, incoming = self._store.counts()
         with self._lock:
             transfers = self._n_transfers
         return jobs.StoreStats(
             replicas=replicas,
             replica_bytes=replica_bytes,
+            unfinished=unfinished,
             incoming=incoming,
-            incoming_bytes=incoming_bytes,
             budget_bytes=self._store.budget_bytes,
             transfers=transfers,
         )

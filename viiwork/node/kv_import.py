@@ -149,10 +149,10 @@ class Importer:
                 done = await layout.client.restore(ref.slot, name, KV_IMPORT_MAX_S)
         finally:
             self._background.go(remove_file(path))  # the turn need not wait for it
-        if done.n_restored != replica.n_tokens or done.n_read != rendered.total_bytes:
+        if done.n_restored != rendered.n_tokens or done.n_read != rendered.total_bytes:
             raise KvError(
                 "restore_short",
-                f"the engine restored {done.n_restored} of {replica.n_tokens} tokens, "
+                f"the engine restored {done.n_restored} of {rendered.n_tokens} tokens, "
                 f"{done.n_read} of {rendered.total_bytes} bytes",
             )
         self._stats.imports.done += 1

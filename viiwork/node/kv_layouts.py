@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from blake3 import blake3
@@ -21,7 +22,7 @@ from viiwork.kv.client import KvWorker
 from viiwork.limits import KV_PROBE_AGAIN_S, KV_PROBE_SAVE_S
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
-from viiwork.wire.whole_file import GGML_TYPES, Layout, StateShape
+from viiwork.wire.state import GGML_TYPES, Layout, Plane, StateShape
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class EngineLayout:
     model_fp: bytes
     shape: StateShape
     n_stream: int
+    v_trans: bool
     client: SlotsClient
 
     @property
@@ -45,7 +47,13 @@ class EngineLayout:
         return self.view.save_dir
 
     def target(self, slot: int) -> Layout:
-        return Layout(shape=self.shape, n_stream=self.n_stream, slot=slot, max_tokens=self.view.ctx)
+        return Layout(
+            shape=self.shape,
+            n_stream=self.n_stream,
+            slot=slot,
+            v_trans=self.v_trans,
+            max_tokens=self.view.ctx,
+        )
 
     def identity(self) -> KvIdentity:
         shape = self.shape
@@ -53,11 +61,20 @@ class EngineLayout:
         return KvIdentity(
             model_fp=self.model_fp.hex(),
             state=f"{shape.state_version}:{digest}",
-            cache_type_k=GGML_TYPES[shape.k[0].type][0],
-            cache_type_v=GGML_TYPES[(shape.v or shape.k)[0].type][0],
-            v_trans=shape.v_trans,
+            cache_type_k=_type_of(shape, "k"),
+            cache_type_v=_type_of(shape, "v"),
+            v_trans=self.v_trans,
             n_ctx=self.view.ctx,
         )
+
+
+def _type_of(shape: StateShape, part: Literal["k", "v"]) -> str:
+    """Of the first attention cache; "" for a purely recurrent model."""
+    if not shape.caches:
+        return ""
+    cache = shape.caches[0]
+    planes: tuple[Plane, ...] = cache.k if part == "k" else cache.v or cache.k
+    return GGML_TYPES[planes[0].type][0]
 
 
 class EngineLayouts:
@@ -167,4 +184,4 @@ class EngineLayouts:
             info = await self._worker.inspect(path)
         finally:
             await remove_file(path)
-        return EngineLayout(view, model_fp, info.shape, info.n_stream, client)
+        return EngineLayout(view, model_fp, info.shape, info.n_stream, info.v_trans, client)

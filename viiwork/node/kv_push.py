@@ -12,6 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from blake3 import blake3
 
@@ -22,7 +23,7 @@ from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slots import SlotRef
 from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
-from viiwork.kv.jobs import SendJob
+from viiwork.kv.jobs import SendJob, StateFile
 from viiwork.limits import KV_PUSHES_AT_ONCE, KV_SAVE_S, KV_SLOT_SETTLE_S
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
@@ -229,11 +230,15 @@ class Pusher:
         )
         channel = await self._peers.client.open_channel(member, {}, encode_offer(offer))
         job = SendJob(
-            path=path,
-            session=session_digest(key),
-            model_fp=layout.model_fp,
-            generation=binding.generation,
-            created_unix_s=time.time(),
+            file=StateFile(
+                path=path,
+                session=session_digest(key),
+                model_fp=layout.model_fp,
+                generation=binding.generation,
+                created_unix_s=time.time(),
+                source=self._peers.me,
+            ),
+            compress=compress_of(self._config),
             key=mesh_key(self._peers.client.key or b""),
             local_name=self._peers.me,
             peer_name=member.name,
@@ -262,6 +267,11 @@ class Pusher:
             done.total_bytes,
             took_s,
         )
+
+
+def compress_of(config: KvShareSection) -> Literal["auto", "on", "off"]:
+    """`kv_share.compress`, as a job says it."""
+    return "on" if config.compress == "on" else "off" if config.compress == "off" else "auto"
 
 
 def must_encrypt(config: KvShareSection, addr: str) -> bool:

@@ -119,7 +119,7 @@ class Receiver:
         )
         try:
             done = await self._worker.receive(sock, grant)
-            got = done.manifest.offer
+            got = done
             if got.session != session_digest((offer.session, offer.model)):
                 await self._worker.drop(done.replica)
                 raise KvError("bad_offer", "the state belongs to another session than was announced")

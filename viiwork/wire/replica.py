@@ -1,4 +1,4 @@
-"""What a node says about a session's state: offer, what is held of it, the commit, and the sealed manifest."""
+"""What a node says about a session's state: offer, what is held of it, commit, and the sealed manifest."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def pack_message(message: Offer | Have | Begin | Commit) -> bytes:
 
 
 def unpack_offer(data: bytes | bytearray | memoryview) -> Offer:
-    """Strict decode; raises `KvError` (`bad_offer`, `version`) for what a well-meaning peer would not send."""
+    """Strict decode; raises `KvError` (`bad_offer`, `version`) for what no well-meaning peer sends."""
     if len(data) > KV_MESSAGE_MAX_BYTES:
         raise KvError("bad_offer", "the offer is too large")
     try:
@@ -279,7 +279,10 @@ def _wrong_offer(offer: Offer) -> str:
     rows = sum(cache_bytes(cache) * (n - low) for cache, low in zip(shape.caches, offer.needed, strict=False))
     later = (
         ("needed", len(offer.needed) == len(shape.caches) and all(0 <= low < n for low in offer.needed)),
-        ("needed", all(low == 0 for c, low in zip(shape.caches, offer.needed, strict=False) if c.name == "base")),
+        (
+            "needed",
+            all(low == 0 for c, low in zip(shape.caches, offer.needed, strict=False) if c.name == "base"),
+        ),
         ("groups", all(groups_of(n, rows_of_group(cache)) <= KV_GROUPS_MAX for cache in shape.caches)),
         ("size", rows + sum(max(0, blob.size) for blob in offer.blobs) <= KV_STATE_MAX_BYTES),
         ("blobs", len(offer.blobs) <= KV_BLOBS_MAX and all(_blob_fits(blob, offer) for blob in offer.blobs)),
