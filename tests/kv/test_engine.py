@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from viiwork.wire.whole_file import Layout
 
-from viiwork.errors import KvError
+from viiwork.wire.replica import Mark
+from viiwork.wire.state import Layout
 
 pytestmark = pytest.mark.engine
 
@@ -75,7 +75,7 @@ async def layout_of(target: Engine, worker: Any, slot: int) -> Layout:
     await target.turn("probe", 0, 1)
     path, _ = await target.save(0, "probe.bin")
     info = await worker.inspect(path)
-    return Layout(shape=info.shape, n_stream=info.n_stream, slot=slot, max_tokens=CTX)
+    return Layout(shape=info.shape, n_stream=info.n_stream, slot=slot, v_trans=info.v_trans, max_tokens=CTX)
 
 
 async def test_a_session_moved_to_an_engine_with_other_slots_goes_on_with_the_same_tokens(
@@ -120,7 +120,9 @@ async def test_other_cache_layouts_restore_into_another_slot(
         _, received = await asyncio.gather(
             worker.send(near, kit.send_job(path)), worker.receive(far, kit.grant_for(path.read_bytes()))
         )
-        layout = Layout(shape=info.shape, n_stream=info.n_stream, slot=1, max_tokens=CTX)
+        layout = Layout(
+            shape=info.shape, n_stream=info.n_stream, slot=1, v_trans=info.v_trans, max_tokens=CTX
+        )
         await worker.render(received.replica, layout, one.folder / "import.bin")
         restored = await one.post("/slots/1?action=restore", {"filename": "import.bin"})
         assert restored["n_restored"] == saved["n_saved"] == info.n_tokens
@@ -128,21 +130,58 @@ async def test_other_cache_layouts_restore_into_another_slot(
         assert again["timings"]["cache_n"] >= info.n_tokens - 2  # what was generated is not in this prompt
 
 
-async def test_an_engine_without_flash_attention_is_told_apart_before_it_sees_a_file(
-    smollm2: Path, tmp_path: Path, workers: Any, kit: Any
+@pytest.mark.parametrize("there", ["f16", "transposed"])
+async def test_flash_attention_may_be_on_at_one_end_and_off_at_the_other(
+    smollm2: Path, tmp_path: Path, workers: Any, kit: Any, there: str
 ) -> None:
     a = b = await workers("b")
+    here = "transposed" if there == "f16" else "f16"
     async with (
-        engine(smollm2, tmp_path / "ea", slots=1) as source,
-        engine(smollm2, tmp_path / "eb", slots=1, cache="transposed") as target,
+        engine(smollm2, tmp_path / "ea", slots=1, cache=here) as source,
+        engine(smollm2, tmp_path / "eb", slots=2, cache=there) as target,
     ):
-        await source.turn("A short text.", 0, 2)
-        path, _ = await source.save(0, "turn1.bin")
-        layout = await layout_of(target, b, slot=0)
-        assert layout.shape.v_trans and not (await a.inspect(path)).shape.v_trans
+        text = PROMPT[:300]
+        await source.turn(text, 0, 2)
+        path, saved = await source.save(0, "turn1.bin")
+        layout = await layout_of(target, b, slot=1)
+        assert layout.v_trans != (await a.inspect(path)).v_trans
         near, far = kit.tcp_pair()
         grant = kit.grant_for((target.folder / "probe.bin").read_bytes())
-        results = await asyncio.gather(
-            a.send(near, kit.send_job(path)), b.receive(far, grant), return_exceptions=True
-        )
-        assert [error.reason for error in results if isinstance(error, KvError)] == ["layout", "layout"]
+        _, received = await asyncio.gather(a.send(near, kit.send_job(path)), b.receive(far, grant))
+        await b.render(received.replica, layout, target.folder / "import.bin")
+        restored = await target.post("/slots/1?action=restore", {"filename": "import.bin"})
+        assert restored["n_restored"] == saved["n_saved"]
+        again = await target.turn(text + " More.", 1, 1)
+        assert again["timings"]["cache_n"] >= saved["n_saved"] - 2
+
+
+async def test_a_second_turn_sends_its_new_rows_alone_and_is_restored_as_well(
+    smollm2: Path, tmp_path: Path, workers: Any, kit: Any
+) -> None:
+    a, b = await workers("a"), await workers("b")
+    async with (
+        engine(smollm2, tmp_path / "ea", slots=2) as source,
+        engine(smollm2, tmp_path / "eb", slots=4) as target,
+    ):
+        first = await source.turn(PROMPT, 1)
+        path, saved = await source.save(1, "turn1.bin")
+        layout = await layout_of(target, b, slot=2)
+        grant = kit.grant_for(path.read_bytes())
+        near, far = kit.tcp_pair()
+        await asyncio.gather(a.send(near, kit.send_job(path)), b.receive(far, grant))
+        second = PROMPT + first["content"] + " And then the mayor said:"
+        turn = await source.turn(second, 1)
+        path, after = await source.save(1, "turn2.bin")
+        mark = Mark(generation=1, source="a", keep=turn["timings"]["cache_n"])
+        near, far = kit.tcp_pair()
+        job = kit.send_job(path, generation=2, known=(mark,))
+        sent, received = await asyncio.gather(a.send(near, job), b.receive(far, grant))
+        added = after["n_saved"] - turn["timings"]["cache_n"]
+        assert sent.kept == turn["timings"]["cache_n"] <= saved["n_saved"]
+        assert sent.wire_bytes <= 1.03 * added * layout.shape.token_bytes + 64 * 1024
+        await b.render(received.replica, layout, target.folder / "import.bin")
+        await target.post("/slots/2?action=restore", {"filename": "import.bin"})
+        third = second + turn["content"] + " At last,"
+        warm, here = await target.turn(third, 2), await source.turn(third, 1)
+        assert warm["timings"]["cache_n"] == after["n_saved"]
+        assert warm["tokens"] == here["tokens"]

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import errno
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zstandard
 from blake3 import blake3
 
 from viiwork.errors import KvError
-from viiwork.kv import receiver
+from viiwork.kv import rowfile
+from viiwork.kv.extract import SavedState, open_state
 from viiwork.kv.jobs import ReceiveDone
 from viiwork.kv.link import Cancel, Link
 from viiwork.kv.receiver import receive_state
 from viiwork.kv.store import ReplicaStore
 from viiwork.native.mover import pwrite_all
-from viiwork.wire.channel import FrameType, Opener, Sealer, unpack_refusal
-from viiwork.wire.replica import Offer, pack_offer, root_of
-
-CHUNK = 64 * 1024
+from viiwork.wire.channel import Codec, FrameType, Opener, Sealer, unpack_refusal
+from viiwork.wire.delta import pieces_of
+from viiwork.wire.groups import Piece
+from viiwork.wire.replica import Begin, Commit, Have, pack_message
 
 
 class Peer:
-    """The sending side, frame by frame."""
+    """The sending side, frame by frame, of the state in `data`."""
 
-    def __init__(self, sock: socket.socket, job: Any) -> None:
+    def __init__(self, sock: socket.socket, job: Any, state: SavedState) -> None:
         self.link = Link(sock, job, Cancel())
+        self.state = state
+        self.digests: list[bytes] = []
         session = self.link.initiate(job)
         self.sealer = Sealer(session.send, encrypt=False)
         self.opener = Opener(session.receive, encrypt=False)
 
-    def say(self, type_: FrameType, payload: bytes = b"", offset: int = 0) -> None:
-        self.link.send(self.sealer.seal(type_, payload, offset))
+    def say(self, type_: FrameType, payload: bytes = b"", **place: Any) -> None:
+        self.link.send(self.sealer.seal(type_, payload, **place))
 
     def heard(self) -> str:
         type_, payload = self.link.recv_message(self.opener, *FrameType)
@@ -44,18 +48,27 @@ class Peer:
             return f"{type_.name} {unpack_refusal(payload).reason}"
         return type_.name
 
-    def offer(self, offer: Offer) -> str:
-        self.say(FrameType.OFFER, pack_offer(offer))
+    def offer(self, **changes: Any) -> str:
+        self.say(FrameType.OFFER, pack_message(msgspec.structs.replace(self.state.offer(), **changes)))
         return self.heard()
 
-    def chunks(self, data: bytes) -> None:
-        for at in range(0, len(data), CHUNK):
-            self.say(FrameType.DATA, data[at : at + CHUNK], at)
+    def begin(self, keep: int = 0) -> None:
+        self.say(FrameType.BEGIN, pack_message(Begin(keep=keep)))
 
-    def commit(self, data: bytes) -> str:
-        digests = b"".join(blake3(data[at : at + CHUNK]).digest() for at in range(0, len(data), CHUNK))
-        self.say(FrameType.COMMIT, root_of(digests))
-        return self.heard()
+    def pieces(self) -> list[Piece]:
+        offer = self.state.offer()
+        return list(pieces_of(offer, Have(), 0, offer.needed))
+
+    def data(self, piece: Piece, **changes: Any) -> None:
+        payload = bytes(self.state.read(piece, memoryview(bytearray(piece.size))))
+        if piece.type is FrameType.ROWS:
+            self.digests.append(blake3(payload).digest(length=16))
+        place = {"offset": piece.offset, "segment": piece.segment, "rows": piece.rows}
+        self.say(changes.pop("type_", piece.type), changes.pop("payload", payload), **{**place, **changes})
+
+    def commit(self, groups: list[bytes] | None = None) -> None:
+        said = self.digests if groups is None else groups
+        self.say(FrameType.COMMIT, pack_message(Commit(groups=(b"".join(said),), blobs=())))
 
 
 @pytest.fixture
@@ -67,28 +80,7 @@ def store(tmp_path: Path) -> Iterator[ReplicaStore]:
 
 @pytest.fixture
 def data(kit: Any) -> bytes:
-    return kit.make_save(500, n_layer=4, row=64)
-
-
-@pytest.fixture
-def offer(kit: Any, data: bytes) -> Callable[..., Offer]:
-    def make(**changes: Any) -> Offer:
-        info = kit.info_of(data)
-        values: dict[str, Any] = {
-            "session": b"s" * 32,
-            "model_fp": kit.MODEL,
-            "shape": info.shape,
-            "n_tokens": info.n_tokens,
-            "tokens_digest": info.tokens_digest,
-            "total_bytes": len(data),
-            "chunk_bytes": CHUNK,
-            "generation": 1,
-            "source": "a",
-            "created_unix_s": 1.0,
-        }
-        return Offer(**{**values, **changes})
-
-    return make
+    return kit.make_turn(600, n_layer=4, row=64)
 
 
 @pytest.fixture
@@ -97,37 +89,45 @@ def talk(kit: Any, data: bytes, store: ReplicaStore, tmp_path: Path) -> Callable
 
     def run(script: Callable[[Peer], None]) -> str:
         near, far = kit.tcp_pair()
+        path = tmp_path / "state.bin"
+        path.write_bytes(data)
         result: list[ReceiveDone | KvError] = []
 
         def receive() -> None:
             try:
-                result.append(receive_state(far, kit.grant_for(data, silence_s=2.0), store, Cancel()))
+                result.append(receive_state(far, kit.grant_for(data, silence_s=5.0), store, Cancel()))
             except KvError as error:
                 result.append(error)
 
         thread = threading.Thread(target=receive)
         thread.start()
-        peer = Peer(near, kit.send_job(Path("unused"), silence_s=2.0))
-        try:
-            script(peer)
-        finally:
-            peer.link.close()
-            thread.join()
+        with open_state(kit.state_file(path)) as state:
+            peer = Peer(near, kit.send_job(path, silence_s=5.0), state)
+            try:
+                script(peer)
+            finally:
+                peer.link.close()
+                thread.join()
         (end,) = result
         if isinstance(end, ReceiveDone):
             return "done"
-        assert list((tmp_path / "store").iterdir()) == []
-        assert store.counts() == (0, 0, 0, 0)
+        replicas, _, unfinished, incoming = store.counts()
+        assert (replicas, incoming) == (0, 0)
+        left = {file.name.partition(".")[2] for file in (tmp_path / "store").iterdir()}
+        assert left <= ({"rows-0", "journal"} if unfinished else set())
         return end.reason
 
     return run
 
 
-def test_a_peer_that_keeps_to_the_rules_is_acknowledged(talk: Any, offer: Any, data: bytes) -> None:
+def test_a_peer_that_keeps_to_the_rules_is_acknowledged(talk: Any) -> None:
     def script(peer: Peer) -> None:
-        assert peer.offer(offer()) == "ACCEPT"
-        peer.chunks(data)
-        assert peer.commit(data) == "ACK"
+        assert peer.offer() == "HAVE"
+        peer.begin()
+        for piece in peer.pieces():
+            peer.data(piece)
+        peer.commit()
+        assert peer.heard() == "ACK"
 
     assert talk(script) == "done"
 
@@ -136,17 +136,17 @@ def test_a_peer_that_keeps_to_the_rules_is_acknowledged(talk: Any, offer: Any, d
     ("change", "reason"),
     [
         ({"source": "c"}, "bad_offer"),
-        ({"total_bytes": 1 << 50}, "bad_offer"),
-        ({"chunk_bytes": 1}, "bad_offer"),
+        ({"n_tokens": 1 << 50}, "bad_offer"),
+        ({"version": 1}, "version"),
         ({"model_fp": b"n" * 32}, "wrong_model"),
     ],
     ids=str,
 )
 def test_an_offer_that_is_not_acceptable_is_refused_before_any_room_is_made(
-    talk: Any, offer: Any, change: dict[str, Any], reason: str
+    talk: Any, change: dict[str, Any], reason: str
 ) -> None:
     def script(peer: Peer) -> None:
-        assert peer.offer(offer(**change)) == f"REFUSE {reason}"
+        assert peer.offer(**change) == f"REFUSE {reason}"
 
     assert talk(script) == reason
 
@@ -161,6 +161,15 @@ def test_noise_in_place_of_a_hello_ends_the_connection(kit: Any, data: bytes, st
     assert far.fileno() == -1
 
 
+def test_a_hello_of_the_version_before_is_refused_as_that(kit: Any, data: bytes, store: ReplicaStore) -> None:
+    near, far = kit.tcp_pair()
+    with near:
+        near.sendall(b"VWKV\x01\x01" + bytes(322))
+        with pytest.raises(KvError) as caught:
+            receive_state(far, kit.grant_for(data), store, Cancel())
+    assert caught.value.reason == "version"
+
+
 def test_noise_in_place_of_an_offer_is_refused(talk: Any) -> None:
     def script(peer: Peer) -> None:
         peer.say(FrameType.OFFER, b"\xc1 noise")
@@ -171,119 +180,156 @@ def test_noise_in_place_of_an_offer_is_refused(talk: Any) -> None:
 
 def test_data_before_an_offer_is_refused(talk: Any) -> None:
     def script(peer: Peer) -> None:
-        peer.say(FrameType.DATA, bytes(CHUNK))
+        peer.say(FrameType.ROWS, bytes(1000))
         assert peer.heard() == "REFUSE protocol"
 
     assert talk(script) == "protocol"
 
 
-Script = Callable[[Peer, bytes], None]
+def early_commit(peer: Peer) -> None:
+    peer.data(peer.pieces()[0])
+    peer.commit()
 
 
-def early_commit(peer: Peer, data: bytes) -> None:
-    peer.say(FrameType.DATA, data[:CHUNK])
-    peer.say(FrameType.COMMIT, bytes(32))
+def short_rows(peer: Peer) -> None:
+    peer.data(peer.pieces()[0])
+    peer.data(peer.pieces()[1], payload=bytes(10))
 
 
-def short_chunk(peer: Peer, data: bytes) -> None:
-    peer.say(FrameType.DATA, data[: CHUNK - 1])
+def wrong_place(peer: Peer) -> None:
+    peer.data(peer.pieces()[0])
+    peer.data(peer.pieces()[1], offset=1 << 40)
 
 
-def wrong_place(peer: Peer, data: bytes) -> None:
-    peer.say(FrameType.DATA, data[:CHUNK], 1 << 40)
-    peer.chunks(data)
+def another_cache(peer: Peer) -> None:
+    peer.data(peer.pieces()[0])
+    peer.data(peer.pieces()[1], segment=7)
 
 
-def one_chunk_too_many(peer: Peer, data: bytes) -> None:
-    peer.chunks(data)
-    peer.say(FrameType.DATA, bytes(CHUNK), len(data))
+def left_out(peer: Peer) -> None:
+    peer.data(peer.pieces()[0])
+    peer.data(peer.pieces()[2])
 
 
-def second_offer(peer: Peer, data: bytes) -> None:
+def one_too_many(peer: Peer) -> None:
+    for piece in peer.pieces():
+        peer.data(piece)
+    peer.data(peer.pieces()[-1])
+
+
+def second_offer(peer: Peer) -> None:
     peer.say(FrameType.OFFER, b"")
 
 
-@pytest.mark.parametrize("broken", [early_commit, short_chunk, wrong_place, one_chunk_too_many, second_offer])
-def test_frames_that_are_not_due_end_the_transfer(talk: Any, offer: Any, data: bytes, broken: Script) -> None:
+@pytest.mark.parametrize(
+    "broken", [early_commit, short_rows, wrong_place, another_cache, left_out, one_too_many, second_offer]
+)
+def test_frames_that_are_not_due_end_the_transfer(talk: Any, broken: Callable[[Peer], None]) -> None:
     def script(peer: Peer) -> None:
-        assert peer.offer(offer()) == "ACCEPT"
-        broken(peer, data)
+        assert peer.offer() == "HAVE"
+        peer.begin()
+        broken(peer)
         assert peer.heard() == "NACK protocol"
 
     assert talk(script) == "protocol"
 
 
-def test_a_commit_of_something_else_is_refused(talk: Any, offer: Any, data: bytes) -> None:
+def test_rows_nobody_holds_cannot_be_kept(talk: Any) -> None:
     def script(peer: Peer) -> None:
-        assert peer.offer(offer()) == "ACCEPT"
-        peer.chunks(data)
-        assert peer.commit(data + b"x") == "NACK corrupt"
+        assert peer.offer() == "HAVE"
+        peer.begin(keep=10)
+        assert peer.heard() == "NACK protocol"
+
+    assert talk(script) == "protocol"
+
+
+def test_a_commit_of_something_else_spoils_what_came(talk: Any, store: ReplicaStore) -> None:
+    def script(peer: Peer) -> None:
+        assert peer.offer() == "HAVE"
+        peer.begin()
+        for piece in peer.pieces():
+            peer.data(piece)
+        peer.commit([bytes(16)] * len(peer.digests))
+        assert peer.heard() == "NACK corrupt"
+
+    assert talk(script) == "corrupt"
+    assert store.counts() == (0, 0, 0, 0)
+
+
+def test_tokens_that_are_not_those_of_the_offer_are_refused_before_a_row_is_taken(
+    talk: Any, store: ReplicaStore
+) -> None:
+    def script(peer: Peer) -> None:
+        assert peer.offer(tokens_digest=b"x" * 32) == "HAVE"
+        peer.begin()
+        for piece in peer.pieces():
+            peer.data(piece)
+        assert peer.heard() == "NACK corrupt"
+
+    assert talk(script) == "corrupt"
+    assert store.counts() == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"\x28\xb5\x2f\xfd noise", b"", zstandard.compress(bytes(1 << 22))], ids=len
+)
+def test_a_frame_that_does_not_unpack_to_what_it_says_is_refused(talk: Any, payload: bytes) -> None:
+    def script(peer: Peer) -> None:
+        assert peer.offer() == "HAVE"
+        peer.begin()
+        peer.data(peer.pieces()[0])
+        piece = peer.pieces()[1]
+        peer.data(piece, payload=payload, raw_len=piece.size, codec=Codec.ZSTD)
+        peer.data(peer.pieces()[2])
+        peer.commit()
+        assert peer.heard() == "NACK corrupt"
 
     assert talk(script) == "corrupt"
 
 
-def test_a_crafted_state_never_becomes_a_replica(talk: Any, offer: Any, data: bytes, kit: Any) -> None:
-    crafted = bytearray(data)
-    crafted[kit.info_of(data).meta_offset] = 7  # two cells with one position
-
+def test_a_sender_that_goes_before_the_answer_does_not_undo_a_commit(talk: Any) -> None:
     def script(peer: Peer) -> None:
-        assert peer.offer(offer()) == "ACCEPT"
-        peer.chunks(bytes(crafted))
-        assert peer.commit(bytes(crafted)) == "NACK bad_file"
-
-    assert talk(script) == "bad_file"
-
-
-@pytest.mark.parametrize("lie", [{"n_tokens": 499}, {"tokens_digest": b"x" * 32}], ids=str)
-def test_a_state_that_is_not_what_was_offered_is_refused(
-    talk: Any, offer: Any, data: bytes, lie: dict[str, Any]
-) -> None:
-    def script(peer: Peer) -> None:
-        assert peer.offer(offer(**lie)) == "ACCEPT"
-        peer.chunks(data)
-        assert peer.commit(data) == "NACK corrupt"
-
-    assert talk(script) == "corrupt"
-
-
-def test_a_sender_that_goes_before_the_answer_does_not_undo_a_commit(
-    talk: Any, offer: Any, data: bytes
-) -> None:
-    def script(peer: Peer) -> None:
-        assert peer.offer(offer()) == "ACCEPT"
-        peer.chunks(data)
-        digests = b"".join(blake3(data[at : at + CHUNK]).digest() for at in range(0, len(data), CHUNK))
-        peer.say(FrameType.COMMIT, root_of(digests))
+        assert peer.offer() == "HAVE"
+        peer.begin()
+        for piece in peer.pieces():
+            peer.data(piece)
+        peer.commit()
 
     assert talk(script) == "done"
 
 
-def test_a_disk_that_fills_up_half_way_is_no_space(
-    talk: Any, offer: Any, data: bytes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_disk_that_fills_up_keeps_what_was_written_and_goes_on_from_there(
+    talk: Any, data: bytes, monkeypatch: pytest.MonkeyPatch, store: ReplicaStore, share: float
 ) -> None:
+    whole = 512 * 600
+
     def full(fd: int, data: Any, offset: int) -> None:
-        if offset >= CHUNK:
+        if offset + len(data) > share * whole:
             raise OSError(errno.ENOSPC, "no space left on device")
         pwrite_all(fd, data, offset)
 
-    monkeypatch.setattr(receiver, "pwrite_all", full)
+    def no_scatter(fd: int, data: Any, ranges: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(rowfile, "pwrite_all", full)
+    monkeypatch.setattr(rowfile, "scatter", no_scatter)
 
     def script(peer: Peer) -> None:
-        assert peer.offer(offer()) == "ACCEPT"
-        peer.chunks(data)
+        assert peer.offer() == "HAVE"
+        peer.begin()
+        for piece in peer.pieces():
+            peer.data(piece)
         assert peer.heard() == "NACK no_space"
 
     assert talk(script) == "no_space"
+    kept = int(share * 600) // 256 * 256
+    assert store.counts()[2] == (kept > 0)
+    monkeypatch.undo()
 
+    def again(peer: Peer) -> None:
+        peer.say(FrameType.OFFER, pack_message(peer.state.offer()))
+        _, payload = peer.link.recv_message(peer.opener, FrameType.HAVE)
+        assert msgspec.msgpack.decode(payload)["n"] == kept
 
-def test_a_file_larger_than_the_system_allows_is_refused(talk: Any, offer: Any, data: bytes) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(data) // 2, hard))
-    try:
-
-        def script(peer: Peer) -> None:
-            assert peer.offer(offer()) == "REFUSE no_space"
-
-        assert talk(script) == "no_space"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert talk(again) == "link_lost"

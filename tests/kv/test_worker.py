@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
-from viiwork.wire.whole_file import Layout
 
 from viiwork.errors import KvError
 from viiwork.kv.client import KvWorker
-from viiwork.kv.render import PARALLEL_FROM_CHUNKS
-from viiwork.limits import KV_CHUNK_BYTES, KV_JOBS_MAX
+from viiwork.kv.extract import facts_of
+from viiwork.kv.render import PARALLEL_FROM_GROUPS
+from viiwork.limits import KV_GROUP_BYTES, KV_JOBS_MAX
 
 
 async def move(kit: Any, a: Any, b: Any, path: Path, data: bytes, *, grant: Any = None, **job: Any) -> Any:
@@ -43,7 +43,7 @@ async def test_a_state_travels_between_workers_and_renders_for_another_slot_coun
     sent, received = await move(kit, a, b, path, data, encrypt=encrypt)
     assert sent.replica == received.replica
     assert sent.total_bytes == len(data)
-    target = Layout(shape=sent.info.shape, n_stream=4, slot=2, max_tokens=4096)
+    target = kit.target_for(data, n_stream=4, slot=2, max_tokens=4096)
     out = tmp_path / "out.bin"
     done = await b.render(received.replica, target, out)
     assert done.total_bytes == out.stat().st_size
@@ -106,7 +106,7 @@ async def test_secrets_of_the_environment_do_not_reach_the_worker(
 async def test_inspecting_tells_the_layout_and_dropping_forgets(kit: Any, workers: Any, save: Any) -> None:
     path, data = save
     a = await workers("a")
-    assert await a.inspect(path) == kit.info_of(data)
+    assert await a.inspect(path) == facts_of(kit.info_of(data))
     path.write_bytes(data[:-1])
     with pytest.raises(KvError) as caught:
         await a.inspect(path)
@@ -120,15 +120,15 @@ async def test_inspecting_tells_the_layout_and_dropping_forgets(kit: Any, worker
 async def test_a_large_state_is_rendered_by_several_threads_and_is_the_same(
     kit: Any, workers: Any, tmp_path: Path
 ) -> None:
-    data = kit.make_save(2000, n_layer=12, row=1024)
+    data = kit.make_save(2000, n_layer=20, row=1024)
     path, out = tmp_path / "state.bin", tmp_path / "out.bin"
     path.write_bytes(data)
     a = await workers("a")
     _, received = await move(kit, a, a, path, data)
-    target = Layout(shape=kit.info_of(data).shape, n_stream=1, slot=0, max_tokens=2000)
+    target = kit.target_for(data, max_tokens=2000)
     await a.render(received.replica, target, out)
-    assert len(data) > PARALLEL_FROM_CHUNKS * KV_CHUNK_BYTES
-    assert out.read_bytes() == kit.make_save(2000, n_layer=12, row=1024, n_stream=1)
+    assert len(data) > PARALLEL_FROM_GROUPS * KV_GROUP_BYTES
+    assert out.read_bytes() == kit.make_save(2000, n_layer=20, row=1024, n_stream=1)
 
 
 async def test_stopping_removes_every_replica(kit: Any, workers: Any, save: Any, tmp_path: Path) -> None:

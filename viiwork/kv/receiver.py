@@ -142,6 +142,10 @@ def _take(
         pipe.finish()
     except PartnerStopped:
         raise pipe.abort() or KvError("io_error", "writing the replica ended early") from None
+    except KvError:
+        if (first := pipe.abort()) is not None:
+            raise first from None  # the other thread refused something before the link ended
+        raise
     finally:
         pipe.abort()  # what arrived whole before an error is verified and written all the same
     _, commit = link.recv_message(opener, FrameType.COMMIT)

@@ -16,7 +16,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from viiwork.errors import KvError
 from viiwork.kv import jobs
@@ -186,13 +185,20 @@ class _ParentGone(BaseException):
     pass
 
 
-def _on_parent_death(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise _ParentGone
+class _ParentWatch:
+    """Handler of the signal of the parent's death: it interrupts serving, and nothing that comes after."""
+
+    def __init__(self) -> None:
+        self.serving = True
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.serving:
+            raise _ParentGone
 
 
-def _tie_to(parent: int) -> None:
+def _tie_to(parent: int, watch: _ParentWatch) -> None:
     """Hear of the parent's death by signal too: the control socket ends only when every copy is closed."""
-    signal.signal(signal.SIGHUP, _on_parent_death)
+    signal.signal(signal.SIGHUP, watch)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
     if os.getppid() != parent:
@@ -217,12 +223,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     warm_up()
     worker = Worker(control, store)
+    watch = _ParentWatch()
     try:
-        _tie_to(args.parent)
+        _tie_to(args.parent, watch)
         worker.serve()
+        watch.serving = False
     except _ParentGone:
-        pass
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        watch.serving = False
     watchdog = threading.Timer(STOP_WITHIN_S, os._exit, (1,))
     watchdog.daemon = True
     watchdog.start()

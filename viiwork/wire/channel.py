@@ -324,7 +324,6 @@ class Sealed:
     header: bytes
     payload: bytes | bytearray | memoryview
     tag: bytes
-    digest: bytes  # BLAKE3 of the payload as it is given to `seal`
 
     @property
     def wire_bytes(self) -> int:
@@ -358,11 +357,11 @@ class Sealer:
         header = Header(type_, self._seq, len(payload), offset, segment, rows, raw_len, codec).pack()
         if self._aead is None:
             digest = digest or blake3(payload).digest()
-            sealed = Sealed(header, payload, _mac_of(self._mac, header, digest), digest)
+            sealed = Sealed(header, payload, _mac_of(self._mac, header, digest))
         else:
             secret = self._aead.encrypt(_nonce(self._seq), payload, header)
             view = memoryview(secret)
-            sealed = Sealed(header, view[:-TAG_BYTES], bytes(view[-TAG_BYTES:]), digest)
+            sealed = Sealed(header, view[:-TAG_BYTES], bytes(view[-TAG_BYTES:]))
         self._seq += 1
         return sealed
 
