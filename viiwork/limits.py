@@ -212,6 +212,10 @@ ROUND_GAP_S = 0.5  # between two rounds of discovery, however often news come
 ROUNDS_AT_ONCE = 4  # rounds under way; one with silent addresses takes 3 s for each JOINS_AT_ONCE of them
 MISSING_INTERVAL_S = 10.0  # rounds of discovery after a member died: what a healed split costs at most
 MISSING_S = 600.0  # and for how long; later the usual interval finds it
+YOUNG_INTERVAL_S = (
+    2.0  # rounds of discovery after the start: machines switched on together miss each other at first
+)
+YOUNG_S = 60.0  # and for how long; 30 rounds, each of which tries only addresses that are no members
 GOSSIP_STREAM_S = 3.0  # one exchange of all members over TCP; 1,024 of them are about 200 KiB
 GOSSIP_MAX_BYTES = 1200  # of a datagram: with all headers it fits the 1,280 bytes of a tailnet or IPv6 tunnel
 MDNS_INSTANCES_MAX = 128  # answers remembered; about 1 KiB each. More is a fault or an attack
