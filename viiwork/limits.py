@@ -166,6 +166,7 @@ GGUF_SHARDS_MAX = 10_000  # `-00001-of-NNNNN`: files looked for
 # -- mesh ------------------------------------------------------------------------------------------
 MEMBERS_MAX = 1024  # members kinship holds; 1,024 polls a second is more than one loop should do anyway
 DEPARTED_MAX = 256  # departed members still listed; about 300 B each
+LOST_MODEL_KEPT_S = 300.0  # a model whose last node went is "nobody serves it now" so long, then "unknown"
 DEPARTED_KEPT_S = 24 * 3600.0  # an operator finds yesterday's machine; longer would list old names for ever
 NAME_GRACE_S = 60.0  # a process younger than this gives up a contested name; the older one is the known one
 LEAVE_TIMEOUT_S = 5.0  # news of a leave spreads in well under a second; a lost network must not hold the stop
