@@ -67,6 +67,9 @@ RAM_TOKEN_BYTES = (
 CONVERSATION_TIPS_MAX = 8  # turns of a conversation an edit may go back to; 100 B each, 3 MiB in all
 HOLDINGS_MAX = 256  # conversations a node tells of; 500 B each in memory, 128 KiB a member
 HOLDINGS_ASK_S = 0.1  # for peers to say what they hold; reading an unknown conversation anew takes seconds
+HOLDINGS_OLD_S = (
+    0.2  # a peer asked more lately is not asked again for that: five extra polls a second at most
+)
 HOLDINGS_MAX_BYTES = 32 * KIB  # of them in one capacity report; sent only when they changed
 PROMPT_BYTES_PER_TOKEN = 4  # of text, code and markup alike, where nothing was measured
 CHAIN_BLOCK_BYTES = KIB  # of a prompt without messages: 62 blocks back is more than a turn adds

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes.node import FakeChannels, FakeDispatcher, FakeFacts, serving
 from tests.fakes.rawclient import RawClient
+from viiwork.api.routes import ControlRoute
 
 NAMES = (
     "a/b",
@@ -115,3 +116,15 @@ async def test_a_fault_of_ours_is_told_as_such_and_the_node_goes_on(caplog):
         client.get("/v1/status")
         assert (await client.reply()).status == 200
     assert "inner secret" in caplog.text
+
+
+async def test_a_model_called_like_an_action_can_be_looked_up_too():
+    async def act(request, path, body):
+        raise AssertionError("not asked for")
+
+    routes = [ControlRoute("/v1/models/down", ("POST",), act)]
+    async with serving(FakeDispatcher([]), facts=FakeFacts("a", ("down",)), routes=routes) as api:
+        assert (await get(api, "/v1/models/down")).json["id"] == "down"
+        assert (await get(api, "/v1/models/down?x=1")).json["id"] == "down"
+        assert (await get(api, "/v1/models/down", "PUT")).value("Allow") == "POST"
+        assert (await get(api, "/v1/models/down", "POST")).status == 401

@@ -18,7 +18,12 @@ def recorded(path: Path, n: int = 40, policy: Policy | None = None) -> Path:
     for i in range(n):
         warm = Candidate("b", 1, 1.0, Perf(140.0, 1400.0, 9), 700 if i % 2 else 0)
         question = Question(
-            "a", "m", 1000 + i, (Candidate("a", 1, perf=Perf(100.0, 1000.0, 9)), warm), session=f"s{i % 4}"
+            "a",
+            "m",
+            1000 + i,
+            (Candidate("a", 1, perf=Perf(100.0, 1000.0, 9)), warm),
+            session=f"s{i % 4}",
+            keyed=True,
         )
         data.append(encode_line(Arrival(i, f"{i:016x}", question, pick(policy, question))))
     path.write_bytes(b"".join(data))

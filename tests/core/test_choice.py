@@ -20,7 +20,7 @@ def host(node: str, free: int = 1, perf: Perf | None = FAST, **more) -> Candidat
 
 
 def question(*candidates: Candidate, n_tokens: int = 1000, **more) -> Question:
-    return Question("a", "m", n_tokens, candidates, **more)
+    return Question("a", "m", n_tokens, candidates, keyed="session" in more, **more)
 
 
 def chosen(*candidates: Candidate, policy: Policy = POLICY, **more) -> Choice:
@@ -28,7 +28,7 @@ def chosen(*candidates: Candidate, policy: Policy = POLICY, **more) -> Choice:
 
 
 def prices(*candidates: Candidate, **more) -> list[float]:
-    return [priced.ms for priced in predictions(question(*candidates, **more))]
+    return [ms for ms, _ in predictions(question(*candidates, **more))]
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -84,9 +84,24 @@ def test_a_session_takes_the_same_host_among_equals_whoever_is_asked():
     assert len({chosen(*hosts, session=f"s{n}").node for n in range(40)}) == 6
 
 
+def test_a_conversation_without_a_name_that_nobody_holds_stays_with_its_entry_node():
+    q = msgspec.structs.replace(question(host("a"), host("b"), session="s"), keyed=False)
+    assert pick(POLICY, q) == Choice("a", "entry")
+    unmeasured = [host("a", perf=None), host("b", 9, perf=None)]
+    assert pick(POLICY, msgspec.structs.replace(q, candidates=tuple(unmeasured))) == Choice("a", "entry")
+
+
 def test_a_session_goes_where_its_prompt_is_among_equals():
     held = host("b", perf=Perf(125.0, 1000.0), held_tokens=500)
     assert chosen(host("a"), held, session="s", n_tokens=500) == Choice("b", "warm")
+
+
+def test_of_equally_much_what_is_nearest_to_the_engine_counts():
+    def order(*where: str) -> str | None:
+        held = [host(n, held_tokens=900, held_where=w) for n, w in zip("abc", where, strict=True)]
+        return chosen(*held, session="s").node
+
+    assert order("replica", "slot", "ram") == "b" and order("replica", "replica", "ram") == "c"
 
 
 def test_a_much_faster_host_beats_a_slow_one_that_holds_little():
@@ -194,7 +209,7 @@ class Wait:
 def test_waiting_costs_at_most_twice_the_better_way_whenever_the_home_opens(n_tokens, held, opens_at_ms):
     home, other = host("b", 0, held_tokens=held), host("a")
     q = question(other, home, n_tokens=n_tokens, budget_ms=1e9)
-    warm_ms, cold_ms = (p.ms for p in reversed(predictions(q)))
+    warm_ms, cold_ms = (ms for ms, _ in reversed(predictions(q)))
     choice = pick(POLICY, q)
     assert choice.hold_ms <= cold_ms - warm_ms
     if choice.rule == "hold":
@@ -226,6 +241,7 @@ questions = st.builds(
     st.integers(0, 5000),
     hosts,
     st.none() | st.sampled_from(["s", "t"]),
+    st.booleans(),
     st.none() | st.sampled_from("abz"),
     st.lists(st.sampled_from("abcz"), max_size=3).map(tuple),
     st.floats(0, 1e4),
@@ -276,13 +292,13 @@ def test_a_prediction_falls_with_what_is_held_and_grows_with_prompt_and_distance
     if not before:
         return
     i %= len(q.candidates)
-    c, ms = q.candidates[i], before[i].ms
+    c, ms = q.candidates[i], before[i][0]
 
     def changed(**facts) -> float:
         other = msgspec.structs.replace(c, **facts)
         return predictions(
             msgspec.structs.replace(q, candidates=(*q.candidates[:i], other, *q.candidates[i + 1 :]))
-        )[i].ms
+        )[i][0]
 
     assert changed(held_tokens=c.held_tokens + more) <= ms <= changed(rtt_ms=c.rtt_ms + rtt_ms)
-    assert predictions(msgspec.structs.replace(q, n_tokens=q.n_tokens + more))[i].ms >= ms
+    assert predictions(msgspec.structs.replace(q, n_tokens=q.n_tokens + more))[i][0] >= ms

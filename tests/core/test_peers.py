@@ -8,12 +8,14 @@ from viiwork.core.peers import PeerTable
 
 
 def report(asked_at: float, **free: int) -> PeerReport:
-    models = tuple(ModelCapacity(m, slots=n, backends=1, healthy_backends=1) for m, n in free.items())
+    models = tuple(
+        ModelCapacity(m, slots=n + 2, busy=2, backends=1, healthy_backends=1) for m, n in free.items()
+    )
     return PeerReport(CapacityReport("b", "1", models), asked_at, asked_at)
 
 
 def free(table: PeerTable, model: str, now: float) -> int | None:
-    return next((offer.free for offer in table.offers(model, now) if offer.node == "b"), None)
+    return next((c.free for c in table.candidates(model, now) if c.node == "b"), None)
 
 
 steps = st.lists(
@@ -28,20 +30,23 @@ steps = st.lists(
 
 
 @given(steps)
-def test_free_slots_are_the_reports_less_the_forwards_begun_since_it_was_asked_for(steps):
+def test_free_slots_are_the_reports_less_forwards_begun_and_plus_those_ended_since_it_was_asked_for(steps):
     table, now = PeerTable(1e9), 0.0
     table.put("b", "http://b")
-    last, open_forwards, refused_at = None, {}, {}
+    last, open_forwards, refused_at, ended = None, {}, {}, []
     for kind, what, late in steps:
         now += 1.0
         if kind == "report":
             last = report(now - late - 0.5, m=what, n=4)  # asked for before the last `late` steps
             table.reported("b", last)
+            ended = []
         elif kind == "start":
             open_forwards[table.forward_started("b", what, now)] = (what, now)
         elif kind == "end" and open_forwards:
             number = list(open_forwards)[what % len(open_forwards)]
-            del open_forwards[number]
+            model, started_at = open_forwards.pop(number)
+            if last is not None and started_at <= last.requested_at:
+                ended.append(model)
             assert table.forward_ended("b", number) and not table.forward_ended("b", number)
         elif kind == "refuse":
             table.refused("b", what, now)
@@ -49,12 +54,13 @@ def test_free_slots_are_the_reports_less_the_forwards_begun_since_it_was_asked_f
         if last is None:
             assert free(table, "m", now) is None
             continue
-        for model, slots in (("m", last.report.models[0].slots), ("n", 4)):
+        for model, told in zip("mn", last.report.models, strict=True):
             # What an older report left standing is settled once a report was asked for after it.
             asked = last.requested_at
             ours = sum(m == model and at > asked for m, at in open_forwards.values())
             refused_at = {m: at for m, at in refused_at.items() if at >= asked}
-            assert free(table, model, now) == (0 if model in refused_at else max(slots - ours, 0))
+            expected = min(max(told.free - ours + ended.count(model), 0), told.slots)
+            assert free(table, model, now) == (0 if model in refused_at else expected)
         assert table.open_forwards == len(open_forwards)
 
 
@@ -66,7 +72,7 @@ def test_a_model_a_peer_lists_no_longer_is_not_known_any_more():
     table.reported("b", report(2.0, n=1))
     assert not table.knows("m") and table.knows("n")
     table.remove("b")
-    assert not table.knows("n") and table.offers("n", 2.0) == [] and table.silent_s("b", 2.0) is None
+    assert not table.knows("n") and table.candidates("n", 2.0) == [] and table.silent_s("b", 2.0) is None
 
 
 def test_a_peer_that_left_and_came_back_has_none_of_its_old_forwards():

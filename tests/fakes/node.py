@@ -51,7 +51,14 @@ class FakeDispatcher:
                 self.n_out += 1
                 self._changed.set()
                 return Grant(
-                    ask, route.node, route.url, route.backend, route.slot, route.queued_s, route.lease
+                    ask,
+                    route.node,
+                    route.url,
+                    route.backend,
+                    route.slot,
+                    route.queued_s,
+                    route.lease,
+                    route.wait_ms,
                 )
         raise AllRoutesRefused("every node that serves the model refused")
 

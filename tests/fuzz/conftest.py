@@ -114,7 +114,7 @@ class Running:
             api, dispatcher = self.node._api, self.node._dispatcher
             return {
                 "running": api._n_running,
-                "bodies": api.inference._bodies_bytes,
+                "bodies": api.inference._bodies._n_bytes,
                 "inferences": len(api.inference._running),
                 "controls": api._controls._n_reading,
                 "connections": len(api._server.connections) if api._server is not None else 0,

@@ -6,6 +6,7 @@ import argparse
 import base64
 import http.server
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -105,19 +106,21 @@ def hostile() -> Iterator[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Odd files, and commands that stop where they would start nodes or leave this machine."""
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(control, "default_config_path", lambda: tmp_path / "none.yaml")
-    monkeypatch.setattr(serve, "set_up_logging", lambda *, debug: None)
+    monkeypatch.setattr(serve, "set_up_logging", lambda **wanted: None)
     monkeypatch.setattr(node.Node, "run", _no_node)
     monkeypatch.setattr(demo_story, "ensure_demo_model", lambda: tmp_path / "empty")
     monkeypatch.setattr(demo_story, "start", _no_start)
     monkeypatch.setattr(socket, "create_connection", _loopback_only(socket.create_connection))
-    return tmp_path
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # `serve` holds SIGHUP back
+    yield tmp_path
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 async def _no_node(self: node.Node) -> int:

@@ -57,14 +57,15 @@ class RouteTable:
     def find(self, method: str, target: str) -> tuple[str, AnyRoute]:
         """Path and route of a raw request target. Raises `NotFound` or `MethodNotAllowed`."""
         found = self._exact.get(target)
-        if found is not None:
-            return target, _of_method(method, target, found)
+        if found is not None and method in found:
+            return target, found[method]
         path = target.partition("#")[0].partition("?")[0]
         if not path.startswith("/"):
             path = _path_of_absolute(path)
         found = self._exact.get(path)
-        if found is None:
-            found = self._prefixed(path)
+        below = self._prefixed(path)
+        if found is None or (below is not None and method in below and method not in found):
+            found = below  # `/v1/models/down` takes a POST, and is to GET a model of that name
         if found is None:
             path = "/" + "/".join(filter(None, path.split("/")))  # `/v1//models`, `/v1/models/`
             found = self._exact.get(path) or self._prefixed(path)

@@ -7,7 +7,7 @@ asked again later, under the same policy or under another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec import Struct
 
@@ -63,6 +63,7 @@ class Question(Struct, frozen=True, gc=False):
     n_tokens: int  # of the prompt, estimated
     candidates: tuple[Candidate, ...]  # this node first when it serves the model
     session: str | None = None
+    keyed: bool = False  # the client names its session itself, so every entry node knows it by the same name
     pin: str | None = None
     prefer: tuple[str, ...] = ()
     waited_ms: float = 0.0  # of its queue budget, up to now
@@ -78,14 +79,10 @@ class Choice(Struct, frozen=True, gc=False):
     hold_ms: float = 0.0
 
 
-class Priced(NamedTuple):
-    """A candidate and its predicted TTFT."""
-
-    ms: float
-    candidate: Candidate
-
+Priced = tuple[float, Candidate]  # a candidate's predicted TTFT in ms, and the candidate
 
 NOBODY = Choice(None, "full")
+_NEARNESS = {"slot": 3, "ram": 2, "replica": 1}  # nothing to do, to copy, to restore
 
 
 def pick(policy: Policy, q: Question) -> Choice:
@@ -108,7 +105,7 @@ def pick(policy: Policy, q: Question) -> Choice:
     hold = _hold(policy, q, priced)
     if hold is not None:
         return hold
-    return _fastest(policy, q, [p for p in priced if p.candidate.free > 0])
+    return _fastest(policy, q, [p for p in priced if p[1].free > 0])
 
 
 def predictions(q: Question, able: Sequence[Candidate] | None = None) -> list[Priced]:
@@ -126,13 +123,13 @@ def predictions(q: Question, able: Sequence[Candidate] | None = None) -> list[Pr
         overhead = sorted([p.overhead_ms for p in known])[middle]
         rate = sorted([p.prefill_ms_per_1k for p in known])[middle]
     n_tokens = q.n_tokens
-    priced = []
+    priced: list[Priced] = []
     for c in candidates:
         perf, unread = c.perf, n_tokens - c.held_tokens
         ms = (perf.overhead_ms if perf is not None else overhead) + c.rtt_ms
         if unread > 0:
             ms += unread * (perf.prefill_ms_per_1k if perf is not None else rate) / 1000
-        priced.append(Priced(ms if ms > 1.0 else 1.0, c))
+        priced.append((ms if ms > 1.0 else 1.0, c))
     return priced
 
 
@@ -155,10 +152,9 @@ def _plain(q: Question, room: list[Candidate]) -> Choice:
 def _unmeasured(q: Question, room: list[Candidate]) -> Choice:
     if not room:
         return NOBODY
-    warm = max(room, key=lambda c: c.held_tokens)
-    if warm.held_tokens > 0:
-        return Choice(warm.node, "warm")
-    if q.session is not None:
+    if any(c.held_tokens for c in room):
+        return Choice(_warmest(q, room), "warm")
+    if q.session is not None and q.keyed:
         return Choice(_first_of(q.session, room), "rendezvous")
     return _plain(q, room)
 
@@ -170,33 +166,39 @@ def _hold(policy: Policy, q: Question, priced: list[Priced]) -> Choice | None:
     """
     if not policy.hold:
         return None
-    home = min((p for p in priced if p.candidate.held_tokens > 0), default=None, key=lambda p: p.ms)
-    if home is None or home.candidate.free > 0:
+    home = min([p for p in priced if p[1].held_tokens], default=None, key=_ms_of)
+    if home is None or home[1].free > 0:
         return None
     others = [p for p in priced if p is not home]
-    other = min([p.ms for p in others if p.candidate.free > 0] or [p.ms for p in others])
-    hold_ms = min(other - home.ms - q.waited_ms, q.budget_ms)
-    return Choice(home.candidate.node, "hold", hold_ms) if hold_ms >= HOLD_MIN_MS else None
+    other_ms, _ = min([p for p in others if p[1].free > 0] or others, key=_ms_of)
+    hold_ms = min(other_ms - home[0] - q.waited_ms, q.budget_ms)
+    return Choice(home[1].node, "hold", hold_ms) if hold_ms >= HOLD_MIN_MS else None
 
 
 def _fastest(policy: Policy, q: Question, room: list[Priced]) -> Choice:
     if not room:
         return NOBODY
     if q.draws[0] < policy.explore and not any(c.held_tokens for c in q.candidates):
-        unknown = [p.candidate.node for p in room if p.candidate.perf is None]
+        unknown = [c.node for _, c in room if c.perf is None]
         if unknown:
             return Choice(unknown[min(int(q.draws[1] * len(unknown)), len(unknown) - 1)], "explored")
-    most_ms = min(p.ms for p in room) * policy.band
-    band = [p for p in room if p.ms <= most_ms]
-    held = max(p.candidate.held_tokens for p in band)
-    if held > 0:
-        warmest = [p.candidate for p in band if p.candidate.held_tokens == held]
-        return Choice(warmest[0].node if q.session is None else _first_of(q.session, warmest), "warm")
-    if q.session is not None:
-        return Choice(_first_of(q.session, [p.candidate for p in band]), "rendezvous")
-    if band[0].candidate.node == q.me:
+    most_ms = min(room, key=_ms_of)[0] * policy.band
+    band = [p for p in room if p[0] <= most_ms]
+    equals = [c for _, c in band]
+    if any(c.held_tokens for c in equals):
+        return Choice(_warmest(q, equals), "warm")
+    if q.session is not None and q.keyed:
+        return Choice(_first_of(q.session, equals), "rendezvous")
+    if equals[0].node == q.me:
         return Choice(q.me, "entry")
     return Choice(_drawn(q.draws[1], band), "draw")
+
+
+def _warmest(q: Question, candidates: Sequence[Candidate]) -> str:
+    """Who holds most of the prompt; of equally much, nearest to the engine."""
+    best = max((c.held_tokens, _NEARNESS.get(c.held_where, 0)) for c in candidates)
+    warmest = [c for c in candidates if (c.held_tokens, _NEARNESS.get(c.held_where, 0)) == best]
+    return _first_of(q.session, warmest) if q.session is not None and q.keyed else warmest[0].node
 
 
 def _first_of(session: str, candidates: Sequence[Candidate]) -> str:
@@ -207,10 +209,14 @@ def _first_of(session: str, candidates: Sequence[Candidate]) -> str:
 
 
 def _drawn(draw: float, band: list[Priced]) -> str:
-    weights = [p.ms**-3 for p in band]
+    weights = [ms**-3 for ms, _ in band]
     left = draw * sum(weights)
-    for p, weight in zip(band, weights, strict=True):
+    for (_, candidate), weight in zip(band, weights, strict=True):
         left -= weight
         if left < 0:
-            return p.candidate.node
-    return band[-1].candidate.node
+            return candidate.node
+    return band[-1][1].node
+
+
+def _ms_of(priced: Priced) -> float:
+    return priced[0]

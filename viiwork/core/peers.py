@@ -1,16 +1,18 @@
 """What this node knows of its peers' room: last reports, own forwards since then, refusals.
 
 Single owner of that knowledge. A report tells how things were when it was *asked for*, so forwards begun
-after that moment are subtracted from it, and a refusal counts until a report asked for after the refusal has
-come.
+after that moment are subtracted from it, those that ended since are added, and a refusal counts until a
+report asked for after the refusal has come.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from viiwork.core.capacity import ModelCapacity, PeerReport, is_fresh
+from viiwork.core.capacity import ModelCapacity, PeerReport
+from viiwork.core.choice import Candidate
 
 
 @dataclass(slots=True)
@@ -21,26 +23,16 @@ class _Peer:
     forwards: dict[int, tuple[str, float]] = field(default_factory=dict)  # number -> (model, started at)
     unseen: dict[str, int] = field(
         default_factory=dict
-    )  # model -> forwards begun since the report's question
+    )  # model -> forwards begun since the report's question, less those ended since
     refused_at: dict[str, float] = field(default_factory=dict)  # model -> when
+    fresh_until: float = -math.inf
+    offered: dict[str, Candidate] = field(default_factory=dict)  # model -> as it was last asked for
 
     def free(self, entry: ModelCapacity) -> int:
         """Free slots as we may count on them now."""
         if entry.name in self.refused_at:
             return 0
-        return max(entry.free - self.unseen.get(entry.name, 0), 0)
-
-
-class Offer:
-    """A peer that serves a model, and what it has to offer."""
-
-    __slots__ = ("entry", "free", "node", "rtt_s")
-
-    def __init__(self, node: str, peer: _Peer, entry: ModelCapacity) -> None:
-        self.node = node
-        self.entry = entry
-        self.free = peer.free(entry)
-        self.rtt_s = peer.report.rtt_s if peer.report is not None else 0.0
+        return min(max(entry.free - self.unseen.get(entry.name, 0), 0), entry.slots)
 
 
 class PeerTable:
@@ -77,6 +69,8 @@ class PeerTable:
             for name in models:
                 self._of_model.setdefault(name, {})[node] = peer
         peer.report, peer.models = report, models
+        peer.fresh_until = report.received_at + self._stale_after_s
+        peer.offered.clear()
         asked_at = report.requested_at
         peer.refused_at = {m: at for m, at in peer.refused_at.items() if at >= asked_at}
         peer.unseen = {}
@@ -97,6 +91,8 @@ class PeerTable:
             if (known := peer.report) is not None:
                 requested_at, received_at = known.requested_at - seconds, known.received_at - seconds
                 peer.report = replace(known, requested_at=requested_at, received_at=received_at)
+                peer.fresh_until -= seconds
+                peer.fresh_until -= seconds
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:
@@ -116,15 +112,28 @@ class PeerTable:
     def serving(self, model: str, now: float) -> Iterator[tuple[str, ModelCapacity]]:
         """Peers with a fresh report and a healthy backend of the model."""
         for name, peer in self._of_model.get(model, {}).items():
-            if peer.report is None or not is_fresh(peer.report.age_s(now), self._stale_after_s):
-                continue
-            entry = peer.models[model]
-            if entry.healthy_backends > 0:
-                yield name, entry
+            if now < peer.fresh_until and peer.models[model].healthy_backends > 0:
+                yield name, peer.models[model]
 
-    def offers(self, model: str, now: float) -> list[Offer]:
-        """What the serving peers offer."""
-        return [Offer(node, self._peers[node], entry) for node, entry in self.serving(model, now)]
+    def candidates(self, model: str, now: float) -> list[Candidate]:
+        """The serving peers, as far as what they hold of a prompt does not matter."""
+        found: list[Candidate] = []
+        listed = self._of_model.get(model)
+        if listed is None:
+            return found
+        for node, peer in listed.items():
+            if now >= peer.fresh_until:
+                continue
+            candidate = peer.offered.get(model)
+            if candidate is None:
+                entry = peer.models[model]
+                if entry.healthy_backends == 0:
+                    continue
+                rtt_s = peer.report.rtt_s if peer.report is not None else 0.0
+                candidate = Candidate(node, peer.free(entry), rtt_s * 1000, entry.perf)
+                peer.offered[model] = candidate
+            found.append(candidate)
+        return found
 
     def free(self, node: str, entry: ModelCapacity) -> int:
         """Free slots of a serving peer as we may count on them now."""
@@ -147,6 +156,7 @@ class PeerTable:
         peer.forwards[self._next] = (model, now)
         if peer.report is None or now > peer.report.requested_at:
             peer.unseen[model] = peer.unseen.get(model, 0) + 1
+        peer.offered.pop(model, None)
         return self._next
 
     def forward_ended(self, node: str, number: int) -> bool:
@@ -155,9 +165,10 @@ class PeerTable:
         known = peer.forwards.pop(number, None) if peer is not None else None
         if peer is None or known is None:
             return False
-        model, started_at = known
-        if (peer.report is None or started_at > peer.report.requested_at) and peer.unseen.get(model):
-            peer.unseen[model] -= 1
+        model, _ = known
+        peer.offered.pop(model, None)
+        # Below zero: the report counts it as busy, and its slot need not idle until the next one.
+        peer.unseen[model] = peer.unseen.get(model, 0) - 1
         return True
 
     def refused(self, node: str, model: str, now: float) -> None:
@@ -165,3 +176,4 @@ class PeerTable:
         peer = self._peers.get(node)
         if peer is not None:
             peer.refused_at[model] = now
+            peer.offered.pop(model, None)

@@ -43,7 +43,7 @@ class Replay:
         choice = pick(self.policy, question)
         self.n_decisions += 1
         self.n_elsewhere += choice.node != recorded.node
-        prices = {priced.candidate.node: priced.ms for priced in predictions(question)}
+        prices = {c.node: ms for ms, c in predictions(question)}
         before, after = _price(prices, recorded), _price(prices, choice)
         for totals, made, ms in ((self.old, recorded, before), (self.new, choice, after)):
             totals.waits += made.node is None

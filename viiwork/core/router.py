@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -26,7 +25,7 @@ from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel, ViiworkError
 from viiwork.limits import CANDIDATES_MAX
 
 
-class Local(Struct, frozen=True):
+class Local(Struct, frozen=True, gc=False):
     """Run here, in this slot."""
 
     ref: SlotRef
@@ -63,7 +62,7 @@ class Refuse(Struct, frozen=True):
 Decision = Local | LocalUnslotted | Forward | Wait | Refuse
 
 
-class Decided(NamedTuple):
+class Decided(Struct, frozen=True, gc=False):
     """A decision, and for one between nodes what it was made of."""
 
     decision: Decision
@@ -71,7 +70,7 @@ class Decided(NamedTuple):
     choice: Choice | None = None
 
 
-class Terms(Struct, frozen=True):
+class Terms(Struct, frozen=True, gc=False):
     """What a decision depends on besides the request and the state of the mesh."""
 
     now: float
@@ -127,40 +126,43 @@ def choose(view: View, ask: Ask, terms: Terms, exclude: Collection[str] = ()) ->
 def _question(view: View, ask: Ask, terms: Terms, exclude: Collection[str]) -> Question:
     model, now, me = ask.model, terms.now, view.me
     held = view.held(ask) if view.policy.performance and ask.needs_slot else NOTHING
-
-    def candidate(node: str, free: int, rtt_ms: float, perf: Perf | None) -> Candidate:
-        state: State = ""
-        if node in exclude:
-            state = "excluded"
-        elif view.failures and view.failures.is_failing(node, model, now):
-            state = "failing"
-        holds = held.get(node)
-        if holds is None:
-            return Candidate(node, free, rtt_ms, perf, state=state)
-        return Candidate(node, free, rtt_ms, perf, holds.n_tokens, holds.where, state)
-
-    candidates = []
-    if view.slots.has_routable(model):
-        candidates.append(candidate(me, view.slots.n_free(model), 0.0, view.perf(model, now)))
-    offers = view.peers.offers(model, now)
-    if len(offers) >= CANDIDATES_MAX:
-        offers = nsmallest(
-            CANDIDATES_MAX - 1, offers, key=lambda o: (o.node not in held, -o.free, o.rtt_s, o.node)
+    candidates = view.peers.candidates(model, now)
+    if len(candidates) >= CANDIDATES_MAX:
+        candidates = nsmallest(
+            CANDIDATES_MAX - 1, candidates, key=lambda c: (c.node not in held, -c.free, c.rtt_ms, c.node)
         )
-    for o in offers:
-        candidates.append(candidate(o.node, o.free, o.rtt_s * 1000, o.entry.perf))
+    n_free = view.slots.n_free(model)
+    if n_free is not None:
+        candidates.insert(0, Candidate(me, n_free, 0.0, view.perf(model, now)))
+    if held or exclude or view.failures.is_any:
+        for i, c in enumerate(candidates):
+            state = _state(view, c.node, model, now, exclude) if exclude or view.failures.is_any else ""
+            holds = held.get(c.node)
+            if holds is not None:
+                candidates[i] = Candidate(
+                    c.node, c.free, c.rtt_ms, c.perf, holds.n_tokens, holds.where, state
+                )
+            elif state:
+                candidates[i] = Candidate(c.node, c.free, c.rtt_ms, c.perf, state=state)
     return Question(
         me,
         model,
         view.sizes.n_tokens(model, ask.body_bytes),
         tuple(candidates),
         ask.session,
+        ask.session_key is not None,
         ask.pin,
         ask.prefer,
         terms.waited_ms,
         terms.budget_ms,
         terms.draws,
     )
+
+
+def _state(view: View, node: str, model: str, now: float, exclude: Collection[str]) -> State:
+    if node in exclude:
+        return "excluded"
+    return "failing" if view.failures.is_failing(node, model, now) else ""
 
 
 def _place(view: View, ask: Ask, question: Question, choice: Choice, now: float) -> Decision:

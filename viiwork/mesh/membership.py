@@ -92,6 +92,7 @@ class Membership:
         self._duel: asyncio.Task[None] | None = None  # while it is open who keeps our name
         self._former: dict[str, None] = {}  # our gossip addresses before the last move, oldest first
         self._key = identity.keys[-1] if identity.keys else b""  # the one we send with
+        self._said_key = b""
         self._fatal = False
 
     async def start(self) -> None:
@@ -283,16 +284,17 @@ class Membership:
     async def _choose_key(self, cluster: kinship.Cluster) -> None:
         if len(self._id.keys) < 2 or not self._members:
             return
-        await self._send_with(
-            cluster, sending_key(self._id.keys, [m.key_ids for m in self._members.values()])
-        )
+        key = sending_key(self._id.keys, [member.key_ids for member in self._members.values()])
+        await self._send_with(cluster, key)
+        if key != self._said_key:
+            self._said_key = key
+            log.info("mesh.secret using=%s", "current" if key == self._id.keys[0] else "previous")
 
     async def _send_with(self, cluster: kinship.Cluster, key: bytes) -> None:
         if key == self._key:
             return
         self._key = key
         await cluster.keyring.use(key)
-        log.info("mesh.secret using=%s", "current" if key == self._id.keys[0] else "previous")
         if self._on_key is not None:
             self._on_key(key)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ class _Watch:
     member: Member
     kick: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[asyncio.Future[None]] = field(default_factory=list)  # done after the next poll
+    asked_at: float = -math.inf  # when the last question was put
     task: asyncio.Task[None] | None = None
     report: PeerReport | None = None
     body: bytes = b""  # what `report` was decoded from; an idle node says the same every second
@@ -75,10 +77,13 @@ class CapacityPoller:
         """Last good report of each polled member, whatever its age."""
         return {name: w.report for name, w in self._watches.items() if w.report is not None}
 
-    async def ask_now(self, within_s: float) -> None:
-        """Poll everybody at once, and wait for the answers for so long."""
+    async def ask_now(self, within_s: float, older_than_s: float = 0.0) -> None:
+        """Poll at once whose last question is so old, and wait for the answers for so long."""
+        now = self._now()
         asked: list[asyncio.Future[None]] = []
         for watch in self._watches.values():
+            if now - watch.asked_at < older_than_s:
+                continue  # requests that nobody knows must not become a flood of polls
             asked.append(asyncio.get_running_loop().create_future())
             watch.asked.append(asked[-1])
             watch.kick.set()
@@ -122,7 +127,7 @@ class CapacityPoller:
         while True:
             watch.kick.clear()
             asked, watch.asked = watch.asked, []
-            started_at = self._now()
+            started_at = watch.asked_at = self._now()
             try:
                 await self._poll(watch)
             except Exception:  # our own bug; the member must not stay unasked for ever

@@ -119,9 +119,10 @@ class PerfFile:
 def key_of(model: ModelSection) -> str:
     """Changes with whatever may change a model's speed: engine, weights, cards, args. Reads the disk."""
     facts = msgspec.structs.asdict(model) | {"startup_timeout": None}
-    with contextlib.suppress(OSError):
-        weights = Path(model.path).stat()
-        facts |= {"weights": (weights.st_size, weights.st_mtime_ns)}
+    if model.path:
+        with contextlib.suppress(OSError):
+            weights = Path(model.path).stat()
+            facts |= {"weights": (weights.st_size, weights.st_mtime_ns)}
     return blake3(msgspec.json.encode(facts, enc_hook=str, order="sorted")).hexdigest(length=16)
 
 
