@@ -104,7 +104,7 @@ def main() -> None:
     if args.state:
         state = args.state.read_bytes()
         for share in (0.25, 0.75):  # keys come first, values after them
-            at = int(len(state) * share)
+            at = int(len(state) * share) // 4 * 4  # every field of the file is
             codec(f"planes + zstd 1, {share:.0%} into the file", state[at : at + size], 2, args.rounds)
 
 
