@@ -244,6 +244,8 @@ KV_ROW_MAX_BYTES = 16 * MIB  # one row of one layer; real ones are 0.5-64 KiB
 KV_CHUNK_BYTES = MIB  # payload of a DATA frame, unit of hashing; 128 KiB to 2 MiB measured alike
 KV_CHUNK_MAX_BYTES = 4 * MIB  # largest chunk a peer may choose; times the ring = memory of one receive job
 KV_RING_BUFFERS = 4  # chunks in flight between the two threads of a transfer: 4 MiB a job, 16 MiB at worst
+KV_CIPHER_TEST_BYTES = MIB  # a frame's worth; shorter pieces measure the call instead of the cipher
+KV_CIPHER_TEST_ROUNDS = 8  # of each cipher when a worker starts, the best counts: 5 to 20 ms in all
 KV_MESSAGE_MAX_BYTES = 256 * KIB  # any frame that is not DATA; a manifest of 1,024 layers is about 30 KiB
 KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; below the kernel's socket buffer
 KV_LOCAL_JOBS = 4  # renders and inspections at once in one worker; more wait for a thread
