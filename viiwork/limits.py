@@ -241,6 +241,9 @@ KV_TOKENS_MAX = (
 KV_STREAMS_MAX = 256  # slots of one engine; llama.cpp's own limit of parallel sequences
 KV_LAYERS_MAX = 1024  # cache layers of one state; the largest models have about 130. 16 KiB a plane list
 KV_ROW_MAX_BYTES = 16 * MIB  # one row of one layer; real ones are 0.5-64 KiB
+KV_BLOB_MAX_BYTES = 4 * GIB  # a recurrent state or checkpoint; 150 MiB for a 27B hybrid. Never read whole
+KV_CHECKPOINTS_MAX = 256  # in one save-file; engines keep 32. About 300 B each
+KV_RUNS_MAX = 65_536  # pieces a cache's positions stand in; usually 1 or 2. About 150 B each, 10 MiB
 KV_CHUNK_BYTES = MIB  # payload of a DATA frame, unit of hashing; 128 KiB to 2 MiB measured alike
 KV_CHUNK_MAX_BYTES = 4 * MIB  # largest chunk a peer may choose; times the ring = memory of one receive job
 KV_RING_BUFFERS = 4  # chunks in flight between the two threads of a transfer: 4 MiB a job, 16 MiB at worst

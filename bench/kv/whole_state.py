@@ -30,7 +30,7 @@ from shaped import FAR, inside, iperf, namespaces, shape
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveGrant, SendJob
 from viiwork.wire.channel import mesh_key
-from viiwork.wire.savefile import parse
+from viiwork.wire.whole_file import parse
 
 KEY = mesh_key("bench")
 MODEL, SESSION = b"m" * 32, b"s" * 32

@@ -15,7 +15,7 @@ from viiwork.limits import KV_LINGER_S
 from viiwork.native.mover import pwrite_all
 from viiwork.wire.channel import TAG_BYTES, FrameType, Header, Opener, Sealer, pack_refusal
 from viiwork.wire.replica import DIGEST_BYTES, Offer, root_of, unpack_offer
-from viiwork.wire.savefile import SaveInfo, parse
+from viiwork.wire.whole_file import SaveInfo, parse
 
 
 def receive_state(

@@ -20,7 +20,7 @@ from viiwork.limits import KV_CHUNK_BYTES
 from viiwork.native.mover import pread_exact
 from viiwork.wire.channel import TAG_BYTES, FrameType, Opener, Sealed, Sealer, Session, unpack_refusal
 from viiwork.wire.replica import Offer, n_chunks, pack_offer, replica_name, root_of
-from viiwork.wire.savefile import SaveInfo, parse
+from viiwork.wire.whole_file import SaveInfo, parse
 
 
 def send_state(sock: socket.socket, job: SendJob, cancel: Cancel, *, aes: bool = False) -> SendDone:

@@ -29,7 +29,7 @@ from viiwork.kv.sender import send_state
 from viiwork.kv.store import ReplicaStore
 from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX, KV_LOCAL_JOBS
 from viiwork.wire.channel import warm_up
-from viiwork.wire.savefile import parse
+from viiwork.wire.whole_file import parse
 
 STOP_WITHIN_S = 5.0  # after the node is gone; then the process ends whatever its threads do
 _PR_SET_PDEATHSIG = 1
