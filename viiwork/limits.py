@@ -166,6 +166,7 @@ GGUF_SHARDS_MAX = 10_000  # `-00001-of-NNNNN`: files looked for
 # -- mesh ------------------------------------------------------------------------------------------
 MEMBERS_MAX = 1024  # members kinship holds; 1,024 polls a second is more than one loop should do anyway
 DEPARTED_MAX = 256  # departed members still listed; about 300 B each
+LOST_MODEL_KEPT_S = 300.0  # a model whose last node went is "nobody serves it now" so long, then "unknown"
 DEPARTED_KEPT_S = 24 * 3600.0  # an operator finds yesterday's machine; longer would list old names for ever
 NAME_GRACE_S = 60.0  # a process younger than this gives up a contested name; the older one is the known one
 LEAVE_TIMEOUT_S = 5.0  # news of a leave spreads in well under a second; a lost network must not hold the stop
@@ -212,6 +213,10 @@ ROUND_GAP_S = 0.5  # between two rounds of discovery, however often news come
 ROUNDS_AT_ONCE = 4  # rounds under way; one with silent addresses takes 3 s for each JOINS_AT_ONCE of them
 MISSING_INTERVAL_S = 10.0  # rounds of discovery after a member died: what a healed split costs at most
 MISSING_S = 600.0  # and for how long; later the usual interval finds it
+YOUNG_INTERVAL_S = (
+    2.0  # rounds of discovery after the start: machines switched on together miss each other at first
+)
+YOUNG_S = 60.0  # and for how long; 30 rounds, each of which tries only addresses that are no members
 GOSSIP_STREAM_S = 3.0  # one exchange of all members over TCP; 1,024 of them are about 200 KiB
 GOSSIP_MAX_BYTES = 1200  # of a datagram: with all headers it fits the 1,280 bytes of a tailnet or IPv6 tunnel
 MDNS_INSTANCES_MAX = 128  # answers remembered; about 1 KiB each. More is a fault or an attack
@@ -256,6 +261,8 @@ KV_COMPRESS_LEVEL = 1  # zstandard; higher levels gain 1 % on f16 rows and are s
 KV_RING_BUFFERS = 4  # frames between the two threads of a transfer: 8 MiB a job, 16 MiB at worst
 KV_MESSAGE_MAX_BYTES = 2 * MIB  # any other frame: the digests of two caches at their most, 1 MiB, and facts
 KV_MANIFEST_MAX_BYTES = 32 * MIB  # a manifest: 4 M tokens, 16 MiB, and two caches' digests
+KV_CIPHER_TEST_BYTES = MIB  # a frame's worth; shorter pieces measure the call instead of the cipher
+KV_CIPHER_TEST_ROUNDS = 8  # of each cipher when a worker starts, the best counts: 5 to 20 ms in all
 KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; below the kernel's socket buffer
 KV_LOCAL_JOBS = 4  # renders and inspections at once in one worker; more wait for a thread
 KV_JOBS_MAX = 16  # transfers at once in one worker; each has two threads and one ring: 256 MiB at worst

@@ -278,7 +278,7 @@ async def test_unanswered_requests_at_a_peer_that_left_or_fell_silent_are_lost()
     grants["d"].answered = True
     bed.clock.now += 9.0
     peer(bed, "c", 1)
-    bed.d.peers.remove("b")
+    bed.d.node_died("b")
     assert bed.d.lost_forwards(10.0) == [grants["b"].ask.request_id]
     bed.clock.now += 9.5
     assert bed.d.lost_forwards(10.0) == [grants["b"].ask.request_id]
@@ -295,7 +295,7 @@ async def test_a_peer_that_took_its_leave_may_end_what_it_runs_but_not_for_ever(
     grant = await bed.d.acquire(Ask("1", "m"))
     bed.d.node_left("b")
     bed.clock.now += 60.0
-    assert bed.d.lost_forwards(5.0) == [] and not bed.d.peers.knows("m")
+    assert bed.d.lost_forwards(5.0) == [] and not bed.d.is_served("m")
     bed.clock.now += 61.0
     assert bed.d.lost_forwards(5.0) == ["1"]
     bed.d.finish(grant, Outcome("stalled"))

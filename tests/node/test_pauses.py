@@ -61,7 +61,7 @@ async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch, 
         async with asyncio.timeout(60):
             while list(dispatcher.peers.serving("m", 100.5)):
                 await asyncio.sleep(0.01)
-        assert dispatcher.peers.knows("m")
+        assert dispatcher.peers.knows("m", asyncio.get_running_loop().time())
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

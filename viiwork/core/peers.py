@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from viiwork.core.capacity import ModelCapacity, PeerReport
 from viiwork.core.choice import Candidate
+from viiwork.limits import CAPACITY_MODELS_MAX, LOST_MODEL_KEPT_S
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class PeerTable:
         self._stale_after_s = stale_after_s
         self._peers: dict[str, _Peer] = {}
         self._of_model: dict[str, dict[str, _Peer]] = {}  # who lists the model, however old its report
+        self._lost: dict[str, float] = {}  # models that nobody lists since a peer went -> when; oldest first
         self._next = 0
 
     # -- what membership and the polls tell ----------------------------------------------------------
@@ -53,10 +55,18 @@ class PeerTable:
         else:
             known.url = url
 
-    def remove(self, node: str) -> None:
+    def remove(self, node: str, now: float) -> None:
+        """A member is gone; its models stay known for a while, for most machines come back."""
         peer = self._peers.pop(node, None)
-        if peer is not None:
-            self._unlist(node, peer)
+        if peer is None:
+            return
+        self._unlist(node, peer)
+        for name in peer.models:
+            if name not in self._of_model:
+                self._lost.pop(name, None)
+                self._lost[name] = now
+        while len(self._lost) > CAPACITY_MODELS_MAX:
+            del self._lost[next(iter(self._lost))]
 
     def reported(self, node: str, report: PeerReport) -> None:
         """A capacity report came; refusals older than its question are settled."""
@@ -92,7 +102,6 @@ class PeerTable:
                 requested_at, received_at = known.requested_at - seconds, known.received_at - seconds
                 peer.report = replace(known, requested_at=requested_at, received_at=received_at)
                 peer.fresh_until -= seconds
-                peer.fresh_until -= seconds
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:
@@ -101,9 +110,9 @@ class PeerTable:
     def reports(self) -> dict[str, PeerReport]:
         return {name: peer.report for name, peer in self._peers.items() if peer.report is not None}
 
-    def knows(self, model: str) -> bool:
-        """Does any peer list the model, however old its report?"""
-        return model in self._of_model
+    def knows(self, model: str, now: float) -> bool:
+        """Does any peer list the model, however old its report, or did one that is gone until lately?"""
+        return model in self._of_model or now - self._lost.get(model, -math.inf) < LOST_MODEL_KEPT_S
 
     def lists(self, node: str, model: str) -> bool:
         """Does this peer list the model, however old its report?"""

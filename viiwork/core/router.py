@@ -112,7 +112,7 @@ def choose(view: View, ask: Ask, terms: Terms, exclude: Collection[str] = ()) ->
     if ask.forwarded_by is not None:
         return Decided(_admit_forward(view, ask, terms.now))
     here = view.slots.serves(ask.model)
-    if not here and not view.peers.knows(ask.model):
+    if not here and not view.peers.knows(ask.model, terms.now):
         return Decided(Refuse(UnknownModel, f"no node of this mesh serves a model named {ask.model!r}"))
     if ask.pin is not None and not (here if ask.pin == view.me else view.peers.lists(ask.pin, ask.model)):
         return Decided(Refuse(UnknownModel, f"host {ask.pin!r} does not serve the model {ask.model!r}"))

@@ -49,7 +49,7 @@ class SavedState:
     """Borrows `fd`; one thread reads."""
 
     def __init__(self, fd: int, info: SaveInfo, file: StateFile) -> None:
-        self._fd, self.info, self._file = fd, info, file
+        self.fd, self.info, self._file = fd, info, file
         self.tokens = pread_of(fd)(info.tokens_offset, 4 * info.n_tokens)
         self._segments = [
             [segment for segment in segments_of(info.shape) if segment.cache == at]
@@ -115,17 +115,26 @@ class SavedState:
             view[:] = self.tokens[4 * piece.offset : 4 * (piece.offset + piece.rows)]
         elif piece.type is FrameType.BLOB:
             with file_errors():
-                pread_exact(self._fd, view, self._blob_at[piece.segment] + piece.offset)
+                pread_exact(self.fd, view, self._blob_at[piece.segment] + piece.offset)
         else:
             with file_errors():
                 self._read_rows(piece, view)
         return view
 
+    def ranges_of(self, piece: Piece) -> list[tuple[int, int]]:
+        """The ranges of the file a piece consists of; none where it is not in the file in that order."""
+        if piece.type is FrameType.TOKENS:
+            return [(self.info.tokens_offset + 4 * piece.offset, piece.size)]
+        if piece.type is FrameType.BLOB:
+            return [(self._blob_at[piece.segment] + piece.offset, piece.size)]
+        plain = self._plain[piece.segment] or ()
+        return [(base + piece.offset * width, piece.rows * width) for base, width in plain]
+
     def _read_rows(self, piece: Piece, view: memoryview) -> None:
         pos, rows = piece.offset, piece.rows
         plain = self._plain[piece.segment]
         if plain is not None:
-            gather(self._fd, [(base + pos * width, rows * width) for base, width in plain], view)
+            gather(self.fd, self.ranges_of(piece), view)
             return
         ranges: list[tuple[int, int]] = []
         begun = at = 0  # of the ranges not read yet, and of the next byte
@@ -135,7 +144,7 @@ class SavedState:
                     ranges.append((span.offset, span.size))
                 else:
                     if ranges:
-                        gather(self._fd, ranges, view[begun:at])
+                        gather(self.fd, ranges, view[begun:at])
                         ranges = []
                     self._read_strips(
                         span.offset, span.stride, span.n, span.n_channels, span.elem_bytes, view[at:]
@@ -143,7 +152,7 @@ class SavedState:
                     begun = at + span.size
                 at += span.size
         if ranges:
-            gather(self._fd, ranges, view[begun:at])
+            gather(self.fd, ranges, view[begun:at])
         if at != piece.size:
             raise KvError("bad_file", "the save-file lacks rows")
 
@@ -153,7 +162,7 @@ class SavedState:
         if not len(self._scratch):
             self._scratch = memoryview(bytearray(KV_FRAME_MAX_BYTES))
         strips = self._scratch[: n * n_channels * elem_bytes]
-        gather_strips(self._fd, offset, stride, n * elem_bytes, n_channels, strips)
+        gather_strips(self.fd, offset, stride, n * elem_bytes, n_channels, strips)
         transpose(strips, n_channels, n, elem_bytes, into[: len(strips)])
 
     def same_rows(self, digests: bytes, held: int) -> int:

@@ -1,4 +1,8 @@
-"""Sends what a peer does not hold of a state: one thread reads, hashes and packs, the other sends."""
+"""Sends what a peer does not hold of a state: one thread reads, hashes and packs, the other sends.
+
+Plain rows go from the page cache to the socket: what was read for the proof is not sent again. A file that
+changes in between does not pass the peer's check.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from viiwork.kv.jobs import SendDone, SendJob, Stages
 from viiwork.kv.link import Cancel, Link
 from viiwork.kv.pipeline import PartnerStopped, Pipeline
 from viiwork.limits import KV_COMPRESS_BELOW_BYTES_PER_S, KV_FRAME_MAX_BYTES
-from viiwork.wire.channel import Codec, FrameType, Opener, Sealed, Sealer, unpack_refusal
+from viiwork.wire.channel import TAG_BYTES, Codec, FrameType, Opener, Sealed, Sealer, unpack_refusal
 from viiwork.wire.delta import keep_of, pieces_of, starts_of
 from viiwork.wire.groups import (
     DIGEST_BYTES,
@@ -25,18 +29,22 @@ from viiwork.wire.groups import (
 )
 from viiwork.wire.replica import Begin, Commit, Have, pack_message, replica_name, unpack_have
 
-_Reader = Callable[[Pipeline[Sealed]], None]
+_Frame = tuple[Sealed, list[tuple[int, int]]]  # and where its payload lies in the file; [] = in the frame
+_Reader = Callable[[Pipeline[_Frame]], None]
 
 
-def send_state(sock: socket.socket, job: SendJob, cancel: Cancel) -> SendDone:
-    """Offer the state and send what the peer wants of it. Closes `sock`; raises `KvError`."""
+def send_state(sock: socket.socket, job: SendJob, cancel: Cancel, *, aes: bool = False) -> SendDone:
+    """Offer the state and send what the peer wants of it. Closes `sock`; raises `KvError`.
+
+    `aes`: AES-GCM is the faster cipher here.
+    """
     started = time.monotonic()
     stages = Stages()
     link = Link(sock, job, cancel)
     try:
         with open_state(job.file) as state:
             sending = _Sending(link, job, state, stages)
-            sending.converse()
+            sending.converse(aes)
     finally:
         link.close()
     stages.total_s = time.monotonic() - started
@@ -63,12 +71,13 @@ class _Sending:
         self._digests: list[list[bytes]] = [[] for _ in self.offer.shape.caches]
         self._blob_digests: list[bytes] = []
 
-    def converse(self) -> None:
+    def converse(self, aes: bool) -> None:
         begun = time.monotonic()
-        session = self._link.initiate(self._job)
+        session = self._link.initiate(self._job, aes=aes)
         self._stages.handshake_s = time.monotonic() - begun
-        self._sealer = Sealer(session.send, encrypt=session.encrypt)
-        self._opener = Opener(session.receive, encrypt=session.encrypt)
+        self._sealer = Sealer(session.send, encrypt=session.encrypt, aes=session.aes)
+        self._opener = Opener(session.receive, encrypt=session.encrypt, aes=session.aes)
+        self._encrypt = session.encrypt
         try:
             self._link.send_message(self._sealer, FrameType.OFFER, pack_message(self.offer))
             have = unpack_have(self._await(FrameType.HAVE), self.offer)
@@ -121,15 +130,19 @@ class _Sending:
     # -- sending
 
     def _send_pieces(self, pieces: list[Piece]) -> None:
-        pipe: Pipeline[Sealed] = Pipeline(max((p.size for p in pieces), default=1), self._reader_of(pieces))
+        largest = max((piece.size for piece in pieces), default=1)
+        pipe: Pipeline[_Frame] = Pipeline(largest + TAG_BYTES, self._reader_of(pieces, largest))
         try:
             for _ in pieces:
-                buffer, frame = pipe.get()
+                buffer, (frame, ranges) = pipe.get()
                 begun = time.monotonic()
                 if self._link.readable():
                     self._await(FrameType.ACK)
                     raise ChannelError("protocol", "the peer acknowledged before the end")
-                self._link.send(frame)
+                if ranges:
+                    self._link.send_from(frame, self._state.fd, ranges)
+                else:
+                    self._link.send(frame)
                 self._stages.send_s += time.monotonic() - begun
                 pipe.give(buffer)
             pipe.finish()
@@ -138,13 +151,16 @@ class _Sending:
         finally:
             pipe.abort()
 
-    def _reader_of(self, pieces: list[Piece]) -> _Reader:
-        def read_ahead(pipe: Pipeline[Sealed]) -> None:
+    def _reader_of(self, pieces: list[Piece], largest: int) -> _Reader:
+        def read_ahead(pipe: Pipeline[_Frame]) -> None:
             hashing: tuple[int, blake3] | None = None
+            scratch = memoryview(bytearray(largest))  # always the same, so that it stays in the cache
             for piece in pieces:
                 buffer = pipe.take()
                 t0 = time.monotonic()
-                view = self._state.read(piece, memoryview(buffer))
+                ranges = [] if self._encrypt or self._packer else self._state.ranges_of(piece)
+                stays = bool(ranges) or self._encrypt  # what is read is not sent as it is
+                view = self._state.read(piece, scratch if stays else memoryview(buffer))
                 t1 = time.monotonic()
                 digest = blake3(view).digest()
                 if piece.type is FrameType.ROWS:
@@ -157,31 +173,40 @@ class _Sending:
                         self._blob_digests.append(hashing[1].digest())
                 self.raw_bytes += piece.size
                 t2 = time.monotonic()
-                frame = self._seal(piece, view, digest)
+                frame = self._seal(piece, view, digest, buffer, bool(ranges))
                 self._stages.read_s += t1 - t0
                 self._stages.hash_s += t2 - t1
-                pipe.put(buffer, frame)
+                pipe.put(buffer, (frame, ranges))
 
         return read_ahead
 
-    def _seal(self, piece: Piece, view: memoryview, digest: bytes) -> Sealed:
+    def _seal(
+        self, piece: Piece, view: memoryview, digest: bytes, buffer: bytearray, from_file: bool
+    ) -> Sealed:
+        place = piece.offset, piece.segment, piece.rows
         t0 = time.monotonic()
-        codec, payload = Codec.RAW, None
+        codec, packed = Codec.RAW, None
         if self._packer is not None and piece.type is FrameType.ROWS:
             codec = codec_of(self.offer.shape.caches[piece.segment])
-            payload = self._packer.pack(view, codec)
+            packed = self._packer.pack(view, codec)
         t1 = time.monotonic()
-        packed = payload is not None
-        frame = self._sealer.seal(
-            piece.type,
-            view if payload is None else payload,
-            offset=piece.offset,
-            segment=piece.segment,
-            rows=piece.rows,
-            raw_len=piece.size,
-            codec=codec if packed else Codec.RAW,
-            digest=b"" if packed else digest,
-        )
+        if from_file:
+            header = self._sealer.next_header(
+                piece.type, piece.size, offset=place[0], segment=place[1], rows=place[2]
+            )
+            frame = self._sealer.prove(header, digest)
+        else:
+            frame = self._sealer.seal(
+                piece.type,
+                view if packed is None else packed,
+                buffer if self._encrypt else None,
+                digest=digest if packed is None else b"",
+                offset=place[0],
+                segment=place[1],
+                rows=place[2],
+                raw_len=piece.size,
+                codec=Codec.RAW if packed is None else codec,
+            )
         self._stages.compress_s += t1 - t0
         self._stages.hash_s += time.monotonic() - t1
         return frame

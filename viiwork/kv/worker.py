@@ -19,6 +19,7 @@ from types import FrameType
 
 from viiwork.errors import KvError
 from viiwork.kv import jobs
+from viiwork.kv.ciphers import prefers_aes
 from viiwork.kv.extract import facts_of
 from viiwork.kv.files import open_save, pread_of
 from viiwork.kv.keep import keep_state
@@ -38,8 +39,8 @@ _PR_SET_PDEATHSIG = 1
 class Worker:
     """Serves one control socket until it ends."""
 
-    def __init__(self, control: socket.socket, store: ReplicaStore) -> None:
-        self._control, self._store = control, store
+    def __init__(self, control: socket.socket, store: ReplicaStore, *, aes: bool) -> None:
+        self._control, self._store, self._aes = control, store, aes
         # Two pools: whatever peers do, a turn that waits for its render gets a thread.
         self._transfers = ThreadPoolExecutor(KV_JOBS_MAX, thread_name_prefix="kv-transfer")
         self._local = ThreadPoolExecutor(KV_LOCAL_JOBS, thread_name_prefix="kv-local")
@@ -124,9 +125,9 @@ class Worker:
     def _do(self, job: jobs.Job, sock: socket.socket | None, cancel: Cancel) -> jobs.Done:
         match job:
             case jobs.SendJob():
-                return send_state(_need(sock), job, cancel)
+                return send_state(_need(sock), job, cancel, aes=self._aes)
             case jobs.ReceiveGrant():
-                return receive_state(_need(sock), job, self._store, cancel)
+                return receive_state(_need(sock), job, self._store, cancel, aes=self._aes)
             case jobs.KeepJob():
                 return keep_state(job, self._store, cancel)
             case jobs.RenderJob():
@@ -222,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         control.send(jobs.pack(jobs.Reply(id=0, done=jobs.Failed(reason=error.reason, message=str(error)))))
         return 1
     warm_up()
-    worker = Worker(control, store)
+    worker = Worker(control, store, aes=prefers_aes())
     watch = _ParentWatch()
     try:
         _tie_to(args.parent, watch)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 
 from viiwork.core.capacity import CapacityReport, PeerReport
+from viiwork.core.logline import fault
 from viiwork.errors import BadReport
 from viiwork.limits import CAPACITY_BODY_KEPT_BYTES, CAPACITY_BODY_MAX_BYTES, PEER_CONNECT_S, RTT_ALPHA
 from viiwork.mesh.notices import one_line
@@ -151,7 +152,7 @@ class CapacityPoller:
             if report.holdings is None and last is not None and report.holdings_rev == last.holdings_rev:
                 report = replace(report, holdings=last.holdings)  # not told again, for it did not change
         except (aiohttp.ClientError, OSError, TimeoutError, BadReport) as error:
-            failure = "timed out" if isinstance(error, TimeoutError) else one_line(str(error))
+            failure = "timed out" if isinstance(error, TimeoutError) else one_line(fault(error))
             if failure != watch.failure:
                 log.info("capacity of %s: %s", member.name, failure)
             watch.failure = failure

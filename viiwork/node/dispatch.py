@@ -227,10 +227,14 @@ class Dispatcher:
         for grant, since in self._in_slots.values():
             yield Running(grant.ask.request_id, grant.backend, since, grant.answered)
 
+    def node_died(self, node: str) -> None:
+        """A peer is dead; what it ran for us is lost."""
+        self.peers.remove(node, self._clock())
+
     def node_left(self, node: str) -> None:
         """A peer said that it leaves: it takes no more, and what it runs for us ends."""
         self._left[node] = self._clock()
-        self.peers.remove(node)
+        self.peers.remove(node, self._clock())
 
     def lost_forwards(self, silent_s: float) -> list[str]:
         """Ids of unanswered requests at peers that are gone, or have not reported for so long.
@@ -291,7 +295,7 @@ class Dispatcher:
 
     def knows(self, model: str) -> bool:
         """Is it a model of this node or of a member, served at the moment or not?"""
-        return self.slots.serves(model) or self.peers.knows(model)
+        return self.slots.serves(model) or self.peers.knows(model, self._clock())
 
     def is_served(self, model: str) -> bool:
         """Does anybody healthy serve it, however full?"""

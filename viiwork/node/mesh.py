@@ -256,7 +256,7 @@ class NodeMesh:
             if event.kind == "left":
                 self._dispatcher.node_left(member.name)
             else:
-                self._dispatcher.peers.remove(member.name)
+                self._dispatcher.node_died(member.name)
             self.aliases.gone(member.name)
             self._dispatcher.book.node_gone(member.name)
             if event.kind == "dead" and self._rejoiner is not None:

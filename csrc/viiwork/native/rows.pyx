@@ -4,7 +4,7 @@ Every buffer is borrowed for the call only, and the GIL is let go of while bytes
 fit together are ValueError before a byte moves; failures of the system are OSError with errno set.
 """
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport free
 
 from viiwork.native.ranges cimport ranges_of, vw_range
@@ -40,6 +40,17 @@ cdef int failed(int code, str what, size_t done, size_t size) except -1:
 cdef int fits(str what, size_t needed, size_t there) except -1:
     if needed > there:
         raise ValueError(f"{what} holds {there} bytes, {needed} are needed")
+    return 0
+
+
+cdef int distinct(const uint8_t[::1] src, const uint8_t[::1] dst) except -1:
+    """Raises ValueError when the two share a byte: what is read would be overwritten meanwhile."""
+    if src.shape[0] == 0 or dst.shape[0] == 0:
+        return 0
+    cdef uintptr_t one = <uintptr_t>&src[0]
+    cdef uintptr_t other = <uintptr_t>&dst[0]
+    if one < other + <size_t>dst.shape[0] and other < one + <size_t>src.shape[0]:
+        raise ValueError("source and target overlap")
     return 0
 
 
@@ -138,12 +149,13 @@ def transpose(const uint8_t[::1] src not None, size_t n_rows, size_t n_columns, 
               uint8_t[::1] dst not None, size_t src_stride=0, size_t dst_stride=0) -> None:
     """Row r, column c of `src` becomes row c, column r of `dst`; elements of 1, 2 or 4 bytes.
 
-    The strides are bytes from row to row, 0 = dense. `src` and `dst` must not overlap.
+    The strides are bytes from row to row, 0 = dense. `src` and `dst` share no byte.
     """
     if elem_bytes not in (1, 2, 4):
         raise ValueError(f"elements of {elem_bytes} bytes are not transposed")
     src_stride = matrix("the source", n_rows, n_columns, elem_bytes, src_stride, <size_t>src.shape[0])
     dst_stride = matrix("the target", n_columns, n_rows, elem_bytes, dst_stride, <size_t>dst.shape[0])
+    distinct(src, dst)
     if n_rows == 0 or n_columns == 0:
         return
     cdef const uint8_t *source = &src[0]
@@ -169,9 +181,10 @@ cdef int check_planes(size_t src, size_t dst, size_t width) except -1:
 def split_planes(const uint8_t[::1] src not None, uint8_t[::1] dst not None, size_t width) -> None:
     """Byte 0 of every `width`-byte element, then byte 1 of every element ...; `width` is 2 or 4.
 
-    Both are of one size, a multiple of `width`, and must not overlap.
+    Both are of one size, a multiple of `width`, and share no byte.
     """
     check_planes(<size_t>src.shape[0], <size_t>dst.shape[0], width)
+    distinct(src, dst)
     if src.shape[0] == 0:
         return
     cdef const uint8_t *source = &src[0]
@@ -187,6 +200,7 @@ def split_planes(const uint8_t[::1] src not None, uint8_t[::1] dst not None, siz
 def merge_planes(const uint8_t[::1] src not None, uint8_t[::1] dst not None, size_t width) -> None:
     """Inverse of `split_planes`."""
     check_planes(<size_t>src.shape[0], <size_t>dst.shape[0], width)
+    distinct(src, dst)
     if src.shape[0] == 0:
         return
     cdef const uint8_t *source = &src[0]
