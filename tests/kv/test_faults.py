@@ -289,7 +289,7 @@ async def test_a_killed_worker_fails_its_jobs_and_another_one_takes_over(
     started = asyncio.Event()
 
     def hook(offset: int, piece: bytearray) -> bytearray:
-        if offset > 100_000 and not started.is_set():
+        if offset > 3_000_000 and not started.is_set():
             started.set()
             os.kill(dying.pid, signal.SIGKILL)
         return piece
