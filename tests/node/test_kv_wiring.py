@@ -88,11 +88,13 @@ class Importing(Client):
 
 class Rendered:
     total_bytes = 1000
+    n_tokens = 100
 
 
 class Info:
     shape = "a shape"
     n_stream = 2
+    v_trans = False
 
 
 class Worker:
