@@ -28,7 +28,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/relay/run.py
-	$(BIN)/python bench/kv/whole_state.py
+	$(BIN)/python bench/kv/delta.py
 	$(BIN)/python -m bench.soak.run
 
 $(STAMP): $(SOURCES) | tools

@@ -258,6 +258,7 @@ KV_CHECKPOINTS_KEPT = 2  # newest checkpoints of a replica; engines make one eve
 KV_COMPRESS_GAIN = 0.97  # a piece that stays larger than this share of itself travels as it is
 KV_COMPRESS_BELOW_BYTES_PER_S = 250_000_000.0  # planes and zstandard take 300-500 MB/s in one thread
 KV_COMPRESS_LEVEL = 1  # zstandard; higher levels gain 1 % on f16 rows and are slower than a 1 Gb/s link
+KV_SENDFILE_BYTES = 256 * KIB  # shorter runs of a file are gathered and sent from memory
 KV_RING_BUFFERS = 4  # frames between the two threads of a transfer: 8 MiB a job, 16 MiB at worst
 KV_MESSAGE_MAX_BYTES = 2 * MIB  # any other frame: the digests of two caches at their most, 1 MiB, and facts
 KV_MANIFEST_MAX_BYTES = 32 * MIB  # a manifest: 4 M tokens, 16 MiB, and two caches' digests

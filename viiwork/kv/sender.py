@@ -18,7 +18,7 @@ from viiwork.kv.extract import SavedState, facts_of, open_state
 from viiwork.kv.jobs import SendDone, SendJob, Stages
 from viiwork.kv.link import Cancel, Link
 from viiwork.kv.pipeline import PartnerStopped, Pipeline
-from viiwork.limits import KV_COMPRESS_BELOW_BYTES_PER_S, KV_FRAME_MAX_BYTES
+from viiwork.limits import KV_COMPRESS_BELOW_BYTES_PER_S, KV_FRAME_MAX_BYTES, KV_SENDFILE_BYTES
 from viiwork.wire.channel import TAG_BYTES, Codec, FrameType, Opener, Sealed, Sealer, unpack_refusal
 from viiwork.wire.delta import keep_of, pieces_of, starts_of
 from viiwork.wire.groups import (
@@ -158,7 +158,7 @@ class _Sending:
             for piece in pieces:
                 buffer = pipe.take()
                 t0 = time.monotonic()
-                ranges = [] if self._encrypt or self._packer else self._state.ranges_of(piece)
+                ranges = [] if self._encrypt or self._packer else self._long_ranges(piece)
                 stays = bool(ranges) or self._encrypt  # what is read is not sent as it is
                 view = self._state.read(piece, scratch if stays else memoryview(buffer))
                 t1 = time.monotonic()
@@ -179,6 +179,11 @@ class _Sending:
                 pipe.put(buffer, (frame, ranges))
 
         return read_ahead
+
+    def _long_ranges(self, piece: Piece) -> list[tuple[int, int]]:
+        """Where a piece lies in the file; none where its runs are short, which are gathered in any case."""
+        ranges = self._state.ranges_of(piece)
+        return ranges if all(size >= KV_SENDFILE_BYTES for _, size in ranges) else []
 
     def _seal(
         self, piece: Piece, view: memoryview, digest: bytes, buffer: bytearray, from_file: bool
