@@ -137,7 +137,9 @@ class Incoming:
         """Before rows are overwritten, nothing on disk may claim them."""
         manifest = self._store.replica(self._claim)
         if manifest is not None and manifest.n_tokens > self._keep:
-            self._store.truncated(self._claim, self._cut(manifest, self._keep))
+            cut = self._cut(manifest, self._keep)
+            blobs = (*self._blobs, *(cut.blobs if cut is not None else ()))
+            self._store.truncated(self._claim, cut, blobs)
         self._store.forget_unfinished(self._claim)
 
     def _cut(self, manifest: Manifest, n: int) -> Manifest | None:

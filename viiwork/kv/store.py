@@ -25,7 +25,7 @@ from viiwork.limits import (
     KV_SUPERSEDE_S,
 )
 from viiwork.wire.groups import cache_bytes
-from viiwork.wire.replica import BlobFacts, Manifest, Offer, line_of, replica_name, seal, unseal
+from viiwork.wire.replica import BlobFacts, BlobManifest, Manifest, Offer, line_of, replica_name, seal, unseal
 
 _OURS = re.compile(r"[0-9a-f]{32}\.(rows-[01]|manifest|journal|sealing|(recurrent|checkpoint)-\d+(\.part)?)")
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -217,12 +217,12 @@ class ReplicaStore:
             entry.touched_s = self._clock()
             self._entries[claim.line] = self._entries.pop(claim.line)
             self._forget_unfinished(entry)
-            self._drop_blobs(entry, manifest)
+            self._drop_blobs(entry, manifest.blobs)
             cut_rows()
             return old.name if old is not None and old.name != entry.committed.name else ""
 
-    def truncated(self, claim: Claim, manifest: Manifest | None) -> None:
-        """Rows behind the manifest's are about to be overwritten; None = all of them.
+    def truncated(self, claim: Claim, manifest: Manifest | None, blobs: tuple[BlobManifest, ...]) -> None:
+        """Rows behind the manifest's are about to be overwritten, None = all of them; these blobs stay.
 
         Reason `busy` while the replica is being read.
         """
@@ -233,11 +233,11 @@ class ReplicaStore:
             if manifest is None:
                 entry.committed = None
                 self.unlink(f"{entry.stem}.manifest")
-                self._drop_blobs(entry, None)
+                self._drop_blobs(entry, blobs)
                 return
             self._write(f"{entry.stem}.manifest", seal(manifest))
             entry.committed = Known(replica_name(manifest), manifest.generation, manifest.n_tokens)
-            self._drop_blobs(entry, manifest)
+            self._drop_blobs(entry, blobs)
 
     def journal(self, claim: Claim, manifest: Manifest) -> None:
         """Keep the verified rows of a transfer that broke."""
@@ -406,8 +406,8 @@ class ReplicaStore:
         entry.unfinished = None
         self.unlink(f"{entry.stem}.journal")
 
-    def _drop_blobs(self, entry: Entry, manifest: Manifest | None) -> None:
-        kept = {blob_file(entry.stem, blob.facts) for blob in manifest.blobs} if manifest else set()
+    def _drop_blobs(self, entry: Entry, blobs: tuple[BlobManifest, ...]) -> None:
+        kept = {blob_file(entry.stem, blob.facts) for blob in blobs}
         for name in self._files_of(entry):
             if re.fullmatch(r"[0-9a-f]{32}\.(recurrent|checkpoint)-\d+", name) and name not in kept:
                 self.unlink(name)
