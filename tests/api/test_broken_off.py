@@ -21,7 +21,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_holds_nothing(path
     async def never(request, path, body):
         raise AssertionError("half a body was taken for a whole one")
 
-    upgrade = "Connection: Upgrade\r\nUpgrade: viiwork-kv/1\r\n" if "kv" in path else ""
+    upgrade = "Connection: Upgrade\r\nUpgrade: viiwork-kv/2\r\n" if "kv" in path else ""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{upgrade}{framing}\r\n\r\n".encode()
     part = b'{"model":"m"' if "Length" in framing else b'c\r\n{"model":"m"\r\n'
     async with FakeEngine() as engine:

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.node import FakeChannels, FakeDispatcher, serving
 from tests.fakes.rawclient import RawClient
 
-UPGRADE = ("Connection: Upgrade", "Upgrade: viiwork-kv/1")
+UPGRADE = ("Connection: Upgrade", "Upgrade: viiwork-kv/2")
 
 
 async def test_after_the_101_the_socket_is_a_plain_one_in_both_directions():
@@ -20,7 +20,7 @@ async def test_after_the_101_the_socket_is_a_plain_one_in_both_directions():
         status, headers = await client.head()
         fields = dict(headers)
         assert status == 101
-        assert (fields["Upgrade"], fields["Connection"]) == ("viiwork-kv/1", "Upgrade")
+        assert (fields["Upgrade"], fields["Connection"]) == ("viiwork-kv/2", "Upgrade")
         assert fields["X-Viiwork-Kv-Grant"] == "g1"
         ((admitted, sock),) = channels.taken
         assert admitted == b"yes"

@@ -71,7 +71,7 @@ HEADERS = (
 )
 HEADER_VALUES = (
     *("application/json", "text/plain", "multipart/form-data; boundary=x", "gzip", "identity", "close"),
-    *("keep-alive", "100-continue", "upgrade", "viiwork-kv/1", "websocket", "null", "http://evil.example"),
+    *("keep-alive", "100-continue", "upgrade", "viiwork-kv/2", "websocket", "null", "http://evil.example"),
     *("http://localhost:3000", "http://127.0.16.1", "POST", "off", "v1=x", "v1=" + "A" * 43, "a, b, c"),
     *("fuzzed", "text/event-stream", "*/*", "1", "-1", "99999999999999999999", "user_x_session_y"),
 )

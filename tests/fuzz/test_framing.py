@@ -69,9 +69,9 @@ WHOLE = (
     b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 3,
     sized() + chunked() + sized(),
-    b"POST /v1/kv/channel HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: viiwork-kv/1\r\n"
+    b"POST /v1/kv/channel HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: viiwork-kv/2\r\n"
     b"Content-Length: 2\r\n\r\n{}",
-    b"POST /v1/kv/channel HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: viiwork-kv/1\r\n\r\n",
+    b"POST /v1/kv/channel HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: viiwork-kv/2\r\n\r\n",
 )
 edits = st.lists(
     st.tuples(st.floats(0, 1), st.sampled_from(["insert", "cut", "replace", "end"]), st.sampled_from(JUNK)),

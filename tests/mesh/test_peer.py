@@ -20,7 +20,7 @@ from viiwork.wire.signature import FORWARDED, SIGNER, Verifier
 
 KEY = b"k" * 32
 SWITCH = (
-    b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: viiwork-kv/1\r\nX-Extra: 7\r\n\r\n"
+    b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: viiwork-kv/2\r\nX-Extra: 7\r\n\r\n"
 )
 
 
@@ -119,7 +119,7 @@ async def test_a_refusal_carries_status_and_the_peers_words(peer, serve):
     ("answers", "why"),
     [
         ([SWITCH + b"x"], "before it was spoken to"),
-        ([SWITCH.replace(b"viiwork-kv/1", b"websocket")], "switched to 'websocket'"),
+        ([SWITCH.replace(b"viiwork-kv/2", b"websocket")], "switched to 'websocket'"),
         ([b"HTTP/1.1 101 x\r\n\r\n"], "switched to ''"),
         ([b"SSH-2.0-OpenSSH\r\n\r\n"], "SSH"),
         ([b"HTTP/1.1 1O1 x\r\n\r\n"], "answered the upgrade with"),
