@@ -21,7 +21,8 @@ from viiwork.wire.replica import (
     unpack_offer,
     unseal,
 )
-from viiwork.wire.whole_file import Plane, StateShape
+from viiwork.wire.state import Plane
+from viiwork.wire.whole_file import StateShape
 
 
 def shape(n_layer: int = 2, **changes: Any) -> StateShape:

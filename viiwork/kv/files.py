@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from viiwork.errors import SaveFileError
 from viiwork.kv.link import file_errors
-from viiwork.wire.whole_file import PRead
+from viiwork.wire.sections import PRead
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from viiwork.kv.client import KvWorker
 from viiwork.limits import KV_PROBE_AGAIN_S, KV_PROBE_SAVE_S
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
-from viiwork.wire.whole_file import GGML_TYPES, Layout, StateShape
+from viiwork.wire.state import GGML_TYPES
+from viiwork.wire.whole_file import Layout, StateShape
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from viiwork.limits import (
     KV_TOKENS_MAX,
     MIB,
 )
-from viiwork.wire.whole_file import GGML_TYPES, Plane, StateShape
+from viiwork.wire.state import GGML_TYPES, Plane
+from viiwork.wire.whole_file import StateShape
 
 MANIFEST_VERSION = 1
 DIGEST_BYTES = 32

@@ -9,7 +9,7 @@ tokens, each position once, known types, no byte left over. Only dense text mode
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,32 +18,16 @@ from blake3 import blake3
 
 from viiwork.errors import SaveFileError
 from viiwork.limits import KV_LAYERS_MAX, KV_ROW_MAX_BYTES, KV_STATE_MAX_BYTES, KV_STREAMS_MAX, KV_TOKENS_MAX
-
-PRead = Callable[[int, int], bytes]  # (offset, n) -> exactly n bytes
-
-MAGIC, VERSION = 0x67677371, 4
-PACKED, PACK_VERSION = -1, 1
-APPENDIX_MAGIC, APPENDIX_VERSION = 0x504B4353, 1
-
-# ggml type -> (name, values a block, bytes a block): what a KV cache can be made of
-GGML_TYPES = {
-    0: ("f32", 1, 4),
-    1: ("f16", 1, 2),
-    2: ("q4_0", 32, 18),
-    3: ("q4_1", 32, 20),
-    6: ("q5_0", 32, 22),
-    7: ("q5_1", 32, 24),
-    8: ("q8_0", 32, 34),
-    20: ("iq4_nl", 32, 18),
-    30: ("bf16", 1, 2),
-}
-
-
-class Plane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One layer's K or V: its ggml type and the bytes of one token's row."""
-
-    type: int
-    row_bytes: int
+from viiwork.wire.sections import (
+    APPENDIX_MAGIC,
+    APPENDIX_VERSION,
+    MAGIC,
+    PACK_VERSION,
+    PACKED,
+    VERSION,
+    PRead,
+)
+from viiwork.wire.state import GGML_TYPES, Plane
 
 
 class StateShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
