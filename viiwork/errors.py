@@ -259,7 +259,7 @@ class MeshError(ViiworkError):
 
 
 class BadReport(MeshError):
-    """A peer's capacity report cannot be believed."""
+    """What a peer reports of itself cannot be read or believed."""
 
     code = "bad_report"
 

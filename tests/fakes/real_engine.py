@@ -43,9 +43,14 @@ class Engine:
         body = {"prompt": prompt, "id_slot": slot, "n_predict": n_predict, "temperature": 0, "seed": 1}
         return await self.post("/completion", {**body, "return_tokens": True, "n_probs": 3})
 
+    async def save_as(self, slot: int, name: str) -> tuple[Path, dict[str, Any]]:
+        """The file in the engine's folder, and what the engine said of it."""
+        done = await self.post(f"/slots/{slot}?action=save", {"filename": name})
+        return self.folder / name, done
+
     async def save(self, slot: int) -> bytes:
-        done = await self.post(f"/slots/{slot}?action=save", {"filename": "save.bin"})
-        data = (self.folder / "save.bin").read_bytes()
+        path, done = await self.save_as(slot, "save.bin")
+        data = path.read_bytes()
         assert len(data) == done["n_written"]
         return data
 

@@ -3,77 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import sys
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
+from tests.fakes.real_engine import CTX, Build, Engine, real_engine
 from viiwork.wire.replica import Mark
 from viiwork.wire.state import Layout
 
 pytestmark = pytest.mark.engine
 
 PROMPT = "The river town kept a ledger of every flood. " * 15
-HOST = Path(__file__).with_name("engine_host.py")
-CTX = 1024
-
-
-@dataclass
-class Engine:
-    url: str
-    folder: Path
-    http: aiohttp.ClientSession
-
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self.http.post(self.url + path, json=body) as answer:
-            assert answer.status == 200, await answer.text()
-            return await answer.json()
-
-    async def turn(self, prompt: str, slot: int, n_predict: int = 8) -> dict[str, Any]:
-        body = {"prompt": prompt, "id_slot": slot, "n_predict": n_predict, "temperature": 0, "seed": 1}
-        return await self.post("/completion", {**body, "return_tokens": True})
-
-    async def save(self, slot: int, name: str) -> tuple[Path, dict[str, Any]]:
-        done = await self.post(f"/slots/{slot}?action=save", {"filename": name})
-        return self.folder / name, done
-
-
-@contextlib.asynccontextmanager
-async def engine(model: Path, folder: Path, slots: int, cache: str = "f16") -> AsyncIterator[Engine]:
-    folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, str(HOST), str(model), str(slots), str(CTX), str(folder), str(port), cache]
-    with (folder / "log").open("wb") as log:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=log, stderr=log)
-    try:
-        async with aiohttp.ClientSession() as http:
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(aiohttp.ClientError):
-                        async with http.get(f"http://127.0.0.1:{port}/health") as answer:
-                            if answer.status == 200:
-                                break
-                    assert process.returncode is None, (folder / "log").read_text()[-2000:]
-                    await asyncio.sleep(0.05)
-            yield Engine(f"http://127.0.0.1:{port}", folder, http)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 async def layout_of(target: Engine, worker: Any, slot: int) -> Layout:
     """What a node learns from one probe save."""
     await target.turn("probe", 0, 1)
-    path, _ = await target.save(0, "probe.bin")
+    path, _ = await target.save_as(0, "probe.bin")
     info = await worker.inspect(path)
     return Layout(shape=info.shape, n_stream=info.n_stream, slot=slot, v_trans=info.v_trans, max_tokens=CTX)
 
@@ -83,11 +30,11 @@ async def test_a_session_moved_to_an_engine_with_other_slots_goes_on_with_the_sa
 ) -> None:
     a, b = await workers("a"), await workers("b")
     async with (
-        engine(smollm2, tmp_path / "ea", slots=2) as source,
-        engine(smollm2, tmp_path / "eb", slots=4) as target,
+        real_engine(smollm2, tmp_path / "ea", Build(slots=2)) as source,
+        real_engine(smollm2, tmp_path / "eb", Build(slots=4)) as target,
     ):
         first = await source.turn(PROMPT, 1)
-        path, saved = await source.save(1, "turn1.bin")
+        path, saved = await source.save_as(1, "turn1.bin")
         layout = await layout_of(target, b, slot=3)
         near, far = kit.tcp_pair()
         sent, received = await asyncio.gather(
@@ -106,15 +53,17 @@ async def test_a_session_moved_to_an_engine_with_other_slots_goes_on_with_the_sa
         assert warm["tokens"] == here["tokens"]
 
 
-@pytest.mark.parametrize("cache", ["transposed", "q8_0"])
+@pytest.mark.parametrize("quantised", [False, True])
 async def test_other_cache_layouts_restore_into_another_slot(
-    smollm2: Path, tmp_path: Path, workers: Any, kit: Any, cache: str
+    smollm2: Path, tmp_path: Path, workers: Any, kit: Any, quantised: bool
 ) -> None:
     worker = await workers("a")
-    async with engine(smollm2, tmp_path / "e", slots=2, cache=cache) as one:
+    async with real_engine(
+        smollm2, tmp_path / "e", Build(slots=2, quantised=quantised, transposed=not quantised)
+    ) as one:
         text = PROMPT[:200]
         await one.turn(text, 0, 2)
-        path, saved = await one.save(0, "turn.bin")
+        path, saved = await one.save_as(0, "turn.bin")
         info = await worker.inspect(path)
         near, far = kit.tcp_pair()
         _, received = await asyncio.gather(
@@ -130,19 +79,18 @@ async def test_other_cache_layouts_restore_into_another_slot(
         assert again["timings"]["cache_n"] >= info.n_tokens - 2  # what was generated is not in this prompt
 
 
-@pytest.mark.parametrize("there", ["f16", "transposed"])
+@pytest.mark.parametrize("off_here", [True, False])
 async def test_flash_attention_may_be_on_at_one_end_and_off_at_the_other(
-    smollm2: Path, tmp_path: Path, workers: Any, kit: Any, there: str
+    smollm2: Path, tmp_path: Path, workers: Any, kit: Any, off_here: bool
 ) -> None:
     a = b = await workers("b")
-    here = "transposed" if there == "f16" else "f16"
     async with (
-        engine(smollm2, tmp_path / "ea", slots=1, cache=here) as source,
-        engine(smollm2, tmp_path / "eb", slots=2, cache=there) as target,
+        real_engine(smollm2, tmp_path / "ea", Build(slots=1, transposed=off_here)) as source,
+        real_engine(smollm2, tmp_path / "eb", Build(slots=2, transposed=not off_here)) as target,
     ):
         text = PROMPT[:300]
         await source.turn(text, 0, 2)
-        path, saved = await source.save(0, "turn1.bin")
+        path, saved = await source.save_as(0, "turn1.bin")
         layout = await layout_of(target, b, slot=1)
         assert layout.v_trans != (await a.inspect(path)).v_trans
         near, far = kit.tcp_pair()
@@ -160,18 +108,18 @@ async def test_a_second_turn_sends_its_new_rows_alone_and_is_restored_as_well(
 ) -> None:
     a, b = await workers("a"), await workers("b")
     async with (
-        engine(smollm2, tmp_path / "ea", slots=2) as source,
-        engine(smollm2, tmp_path / "eb", slots=4) as target,
+        real_engine(smollm2, tmp_path / "ea", Build(slots=2)) as source,
+        real_engine(smollm2, tmp_path / "eb", Build(slots=4)) as target,
     ):
         first = await source.turn(PROMPT, 1)
-        path, saved = await source.save(1, "turn1.bin")
+        path, saved = await source.save_as(1, "turn1.bin")
         layout = await layout_of(target, b, slot=2)
         grant = kit.grant_for(path.read_bytes())
         near, far = kit.tcp_pair()
         await asyncio.gather(a.send(near, kit.send_job(path)), b.receive(far, grant))
         second = PROMPT + first["content"] + " And then the mayor said:"
         turn = await source.turn(second, 1)
-        path, after = await source.save(1, "turn2.bin")
+        path, after = await source.save_as(1, "turn2.bin")
         mark = Mark(generation=1, source="a", keep=turn["timings"]["cache_n"])
         near, far = kit.tcp_pair()
         job = kit.send_job(path, generation=2, known=(mark,))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -80,9 +81,9 @@ async def test_a_full_disk_changes_neither_memory_nor_the_file(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         if step == "fsync":
-            patch.setattr(alias_store.os, "fsync", fail)
+            patch.setattr(os, "fsync", fail)
         else:
-            patch.setattr(alias_store.Path, "replace", fail)
+            patch.setattr(Path, "replace", fail)
         with pytest.raises(AliasNotSaved, match="nothing was changed: No space left on device"):
             await store.change(lambda table: TWO)
     assert store.table == on_disk(tmp_path) == ONE and store.digest == digest(ONE)
@@ -105,14 +106,14 @@ async def test_what_a_decision_raises_changes_nothing(tmp_path):
 async def test_a_write_whose_client_left_ends_all_the_same_and_others_wait_for_it(tmp_path, monkeypatch):
     store = AliasStore.open(tmp_path, NOW)
     entered, go = threading.Event(), threading.Event()
-    really = alias_store._replace
+    really = alias_store.replace_file
 
     def slow(path, data):
         entered.set()
         assert go.wait(30)
         really(path, data)
 
-    monkeypatch.setattr(alias_store, "_replace", slow)
+    monkeypatch.setattr(alias_store, "replace_file", slow)
     first = asyncio.create_task(store.change(lambda table: ONE))
     await asyncio.to_thread(entered.wait, 30)
     second = asyncio.create_task(store.change(lambda table: {**table, "y": TWO["y"]}))

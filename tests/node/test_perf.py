@@ -145,6 +145,6 @@ async def test_it_is_written_when_a_rounded_value_changes_and_else_every_ten_min
 async def test_a_folder_that_takes_no_file_costs_a_line_of_the_log(bed: Bed, caplog):
     speeds, perf = await bed.node()
     bed.measure(speeds)
-    bed.path.with_suffix(".new").mkdir()
+    bed.path.with_name(bed.path.name + ".new").mkdir()
     await perf.save()
     assert [r.message.split()[0] for r in caplog.records] == ["perf.unsaved"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from viiwork.errors import BadReport
 from viiwork.limits import PEER_CONNECT_S, PEER_KEEPALIVE_S
 from viiwork.mesh.channel import RawChannel, open_raw_channel
 from viiwork.mesh.values import Member
@@ -97,3 +98,16 @@ class PeerClient:
         return await open_raw_channel(
             member.addr, member.api_port, path, signed, body, source_ip=self.source_ip
         )
+
+
+async def body_of(answer: aiohttp.ClientResponse, what: str, most_bytes: int) -> bytes:
+    """The whole body of a peer's report; `what` names it in the error. Raises `BadReport`."""
+    if answer.status != 200:
+        raise BadReport(f"{what} answers {answer.status}")
+    body = bytearray()
+    while chunk := await answer.content.readany():
+        body += chunk
+        if len(body) > most_bytes:
+            answer.close()
+            raise BadReport(f"{what} is over {most_bytes} bytes")
+    return bytes(body)

@@ -22,7 +22,7 @@ from viiwork.core.logline import fault
 from viiwork.errors import BadReport
 from viiwork.limits import CAPACITY_BODY_KEPT_BYTES, CAPACITY_BODY_MAX_BYTES, PEER_CONNECT_S, RTT_ALPHA
 from viiwork.mesh.notices import one_line
-from viiwork.mesh.peer import PeerClient
+from viiwork.mesh.peer import PeerClient, body_of
 from viiwork.mesh.values import Member, MemberEvent
 from viiwork.wire.capacity import decode_report
 
@@ -174,15 +174,7 @@ class CapacityPoller:
         if last is not None and last.holdings is not None:
             url += f"?holdings={last.holdings_rev}"
         async with self._peer.request("GET", url, timeout=self._timeout) as answer:
-            if answer.status != 200:
-                raise BadReport(f"{member.api} answers {CAPACITY_PATH} with {answer.status}")
-            body = bytearray()
-            while chunk := await answer.content.readany():
-                body += chunk
-                if len(body) > CAPACITY_BODY_MAX_BYTES:
-                    answer.close()
-                    raise BadReport(f"{member.api}: capacity report over {CAPACITY_BODY_MAX_BYTES} bytes")
-            return bytes(body)
+            return await body_of(answer, f"{member.api}{CAPACITY_PATH}", CAPACITY_BODY_MAX_BYTES)
 
 
 def _run(member: Member) -> tuple[int, str, int]:

@@ -11,16 +11,13 @@ from viiwork.engine.supervisor import BackendView
 from viiwork.errors import ViiworkError
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.values import MemberEvent
-
-
-def unix_ms() -> int:
-    return time.time_ns() // 1_000_000
+from viiwork.node.clock import wall_ms
 
 
 class NodeActivity:
     """Turns what happens into events; one listener of `api.ports.Requests`."""
 
-    def __init__(self, n_events: int, *, wall_ms: Callable[[], int] = unix_ms) -> None:
+    def __init__(self, n_events: int, *, wall_ms: Callable[[], int] = wall_ms) -> None:
         self.log = ActivityLog(n_events)
         self._wall_ms = wall_ms
         self._places: dict[str, tuple[str, str]] = {}  # running request -> its last message and backend

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from viiwork.core.aliases import NOTHING, Entries, purged
 from viiwork.errors import AliasNotSaved, BadAliases, StateDirError
 from viiwork.limits import ALIAS_FILE_MAX_BYTES
 from viiwork.mesh.notices import one_line
+from viiwork.node.durable import replace_file
 from viiwork.wire.aliases import decode_table, digest, encode_table
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "aliases.json"
-
-
-def wall_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class AliasStore:
@@ -83,7 +77,7 @@ class AliasStore:
             if table is self._table:
                 return table
             try:
-                await asyncio.to_thread(_replace, self._path, encode_table(table))
+                await asyncio.to_thread(replace_file, self._path, encode_table(table))
             except OSError as error:
                 log.error("aliases.unsaved path=%s error=%s", self._path, error)
                 raise AliasNotSaved(
@@ -91,26 +85,6 @@ class AliasStore:
                 ) from error
             self._table, self._digest = table, digest(table)
             return table
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash the old or the new one is there, whole."""
-    new = path.with_name(path.name + ".new")
-    try:
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _looked_at(task: asyncio.Task[Entries]) -> None:

@@ -10,7 +10,8 @@ from viiwork.core import aliases as core
 from viiwork.core.aliases import Asks, Entries, Entry, Resolution
 from viiwork.errors import AliasUnserved
 from viiwork.mesh.notices import Repeats
-from viiwork.node.alias_store import AliasStore, wall_ms
+from viiwork.node.alias_store import AliasStore
+from viiwork.node.clock import wall_ms
 from viiwork.wire.aliases import encode_table, rfc3339, written
 
 log = logging.getLogger(__name__)

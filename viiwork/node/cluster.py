@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from viiwork.errors import BadReport
 from viiwork.limits import (
     CLUSTER_WATCHED_S,
     STATUS_BODY_MAX_BYTES,
@@ -26,7 +27,7 @@ from viiwork.limits import (
     STATUSES_MAX_BYTES,
 )
 from viiwork.mesh.notices import one_line
-from viiwork.mesh.peer import PeerClient
+from viiwork.mesh.peer import PeerClient, body_of
 from viiwork.mesh.values import Member
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class Cluster:
                 body = await self._fetch(member)
             body.decode()  # the decoder does not look into strings it skips
             names = _names(body)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, BadReport, ValueError, RecursionError) as error:
             log.debug("status of %s: %s", member.name, one_line(str(error) or type(error).__name__))
             return
         others = sum(len(s.body) for name, s in self._statuses.items() if name != member.name)
@@ -160,15 +161,7 @@ class Cluster:
     async def _fetch(self, member: Member) -> bytes:
         url = f"http://{member.api}{STATUS_PATH}"
         async with self._client.request("GET", url, timeout=_TIMEOUT) as answer:
-            if answer.status != 200:
-                raise ValueError(f"{member.api} answers {STATUS_PATH} with {answer.status}")
-            body = bytearray()
-            while chunk := await answer.content.readany():
-                body += chunk
-                if len(body) > STATUS_BODY_MAX_BYTES:
-                    answer.close()
-                    raise ValueError(f"{member.api}: status over {STATUS_BODY_MAX_BYTES} bytes")
-            return bytes(body)
+            return await body_of(answer, f"{member.api}{STATUS_PATH}", STATUS_BODY_MAX_BYTES)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

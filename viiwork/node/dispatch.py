@@ -11,9 +11,7 @@ import logging
 import math
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from typing import NamedTuple
 
 from viiwork.config.model import RoutingSection
 from viiwork.core.capacity import Perf
@@ -37,9 +35,11 @@ from viiwork.core.score import Speeds
 from viiwork.core.sessions import Binding
 from viiwork.core.slots import SlotRef, SlotTable
 from viiwork.core.stalls import Running
+from viiwork.core.tries import Tries
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.errors import AllRoutesRefused, NoFreeSlot, QueueFull, QueueTimeout, ShuttingDown, ViiworkError
-from viiwork.limits import FULL_ANSWERS_MAX, LEFT_DRAIN_S, QUEUE_LATE_S, RETRIED_REQUESTS_MAX
+from viiwork.limits import FULL_ANSWERS_MAX, LEFT_DRAIN_S, QUEUE_LATE_S
+from viiwork.node.clock import wall_ms
 from viiwork.node.sessions import NodeSessions
 
 log = logging.getLogger(__name__)
@@ -51,25 +51,11 @@ Ended = Callable[[Grant, Outcome, Binding | None], None]
 Decides = Callable[[str, Question, Choice], None]  # with the request's id
 
 
-def wall_ms() -> int:
-    """The wall clock, in milliseconds."""
-    return time.time_ns() // 1_000_000
-
-
 def policy_of(routing: RoutingSection) -> Policy:
     """How nodes are chosen, as the config has it."""
     return Policy(performance=routing.performance)
 
 
-class Tried(NamedTuple):
-    """What earlier tries of a request have cost."""
-
-    waited_s: float = 0.0  # of its queue budget
-    n_full: int = 0  # nodes that had room by their report and none when the request came
-    arrived_at: float | None = None  # when it was first to be placed; None = it was not tried yet
-
-
-UNTRIED = Tried()
 OUT_OF_TIME_S = 1e9  # waited for longer than any budget: nothing is held out for
 
 
@@ -112,7 +98,7 @@ class Dispatcher:
         self._wall_ms = wall_ms
         self._draw = draw
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
-        self._tried: OrderedDict[str, Tried] = OrderedDict()  # requests that may be tried again
+        self._tries = Tries()
         self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
         self._left: dict[str, float] = {}  # peers that took their leave, and when
@@ -145,7 +131,7 @@ class Dispatcher:
         if exclude and ask.forwarded_by is not None:
             raise AllRoutesRefused(f"{self._me} failed to run the forward")  # its entry node tries elsewhere
         now = self._clock()
-        tried = self._tried.get(ask.request_id, UNTRIED)
+        tried = self._tries.get(ask.request_id)
         if tried.n_full >= FULL_ANSWERS_MAX:
             raise QueueTimeout(f"{tried.n_full} times the free slots for {ask.model!r} were taken on the way")
         decided = self._choose(ask, now, tried.waited_s, exclude)
@@ -197,9 +183,9 @@ class Dispatcher:
         if self._granted == 0:
             self._idle.set()
         if outcome.result in ("refused", "unreachable", "stalled"):
-            self._remember(grant, outcome)
+            self._tries.failed(grant, outcome, self._clock())
         else:
-            self._tried.pop(grant.ask.request_id, None)
+            self._tries.forget(grant.ask.request_id)
         self._learn(grant, outcome)
         self.receipts.ended(grant, outcome)
         binding = (
@@ -342,7 +328,7 @@ class Dispatcher:
             case _:
                 raise TypeError(f"not a place: {decided.decision}")
         if waited_s is None:
-            waited_s = self._tried.get(ask.request_id, UNTRIED).waited_s
+            waited_s = self._tries.get(ask.request_id).waited_s
         grant.queued_s = waited_s
         if self._failures.is_any:
             self._failures.granted(grant.node, ask.model, now)
@@ -376,7 +362,7 @@ class Dispatcher:
 
     async def _wait(self, ask: Ask, decided: Decided) -> Grant:
         now, loop = self._clock(), asyncio.get_running_loop()
-        earlier_s, _, arrived_at = self._tried.get(ask.request_id, UNTRIED)
+        earlier_s, _, arrived_at = self._tries.get(ask.request_id)
         budget_s = max(self._routing.queue_timeout - earlier_s, 0.0)
         if ask.forwarded_by is not None:
             budget_s = min(budget_s, ask.wait_ms / 1000)
@@ -402,7 +388,7 @@ class Dispatcher:
             self._waiting.pop(waiter, None)
             self.queue.leave(waiter)
             future.cancel()
-        self._tried.pop(ask.request_id, None)
+        self._tries.forget(ask.request_id)
         return self._in_time(ask, waiter)
 
     def _in_time(self, ask: Ask, waiter: Waiter) -> Grant:
@@ -418,18 +404,6 @@ class Dispatcher:
         raise QueueTimeout(
             f"no slot for {ask.model!r} became free within {waiter.deadline - waiter.since:.0f} s"
         )
-
-    def _remember(self, grant: Grant, outcome: Outcome) -> None:
-        """Of a request that may be tried again: its queue time, here and at a peer that let it wait."""
-        known = self._tried.get(grant.ask.request_id, UNTRIED)
-        at_peer_s = outcome.duration_s if grant.wait_ms and outcome.result == "refused" else 0.0
-        n_full = known.n_full + (outcome.result == "refused" and outcome.status == 429)
-        arrived_at = known.arrived_at
-        if arrived_at is None:
-            arrived_at = self._clock() - outcome.duration_s - grant.queued_s
-        self._tried[grant.ask.request_id] = Tried(grant.queued_s + at_peer_s, n_full, arrived_at)
-        while len(self._tried) > RETRIED_REQUESTS_MAX:
-            self._tried.popitem(last=False)
 
     # -- giving back ---------------------------------------------------------------------------------
     def _learn(self, grant: Grant, outcome: Outcome) -> None:

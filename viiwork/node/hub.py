@@ -32,7 +32,7 @@ from viiwork.limits import (
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
-from viiwork.node.activity import unix_ms
+from viiwork.node.clock import wall_ms
 from viiwork.node.cluster import Cluster
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class MeshHub:
         own_room: Callable[[], object],
         aliases: Callable[[], Any] | None = None,
         look_s: float = CLUSTER_LOOK_S,
-        wall_ms: Callable[[], int] = unix_ms,
+        wall_ms: Callable[[], int] = wall_ms,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`own_room` tells cheaply whether this node's part of the picture may have changed."""

@@ -37,12 +37,13 @@ from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.tailscale import tailnet_suffix
 from viiwork.mesh.values import host_port
-from viiwork.node.activity import NodeActivity, unix_ms
+from viiwork.node.activity import NodeActivity
 from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
 from viiwork.node.backends import Backends, hidden_env, host_facts
+from viiwork.node.clock import wall_ms
 from viiwork.node.cluster import Cluster
-from viiwork.node.dispatch import Dispatcher, policy_of, wall_ms
+from viiwork.node.dispatch import Dispatcher, policy_of
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
@@ -263,7 +264,7 @@ class Node:
                 *AliasApi(aliases).routes(),
                 *Park(Parking(self.name, self._supervisor)).routes(),
                 *Why(self.name, self._dispatcher.receipts, policy).routes(),
-                *ActivityRoutes(self._activity.log, unix_ms).routes(),
+                *ActivityRoutes(self._activity.log, wall_ms).routes(),
                 *MeshRoutes(self._hub).routes(),
                 *Metrics(collector).routes(),
             ],

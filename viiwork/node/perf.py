@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +22,7 @@ from viiwork.limits import (
     PERF_LOOK_S,
     PERF_SAVE_S,
 )
+from viiwork.node.durable import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class PerfFile:
             return
         self._written, self._written_at = entries, wall_s
         try:
-            await asyncio.to_thread(self._write, msgspec.json.encode(_File(entries)))
+            await asyncio.to_thread(replace_file, self._path, msgspec.json.encode(_File(entries)))
         except OSError as error:
             log.warning("perf.unsaved path=%s: %s", self._path, error.strerror)
 
@@ -106,14 +106,6 @@ class PerfFile:
         except (OSError, ValueError, RecursionError) as error:
             log.warning("perf.unusable path=%s: %s", self._path, error)
             return {}
-
-    def _write(self, data: bytes) -> None:
-        new = self._path.with_suffix(".new")
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(self._path)  # a reader, or a crash, meets the old file or the new one
 
 
 def key_of(model: ModelSection) -> str:

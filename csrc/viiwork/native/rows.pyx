@@ -178,36 +178,34 @@ cdef int check_planes(size_t src, size_t dst, size_t width) except -1:
     return 0
 
 
+cdef int turn_planes(const uint8_t[::1] src, uint8_t[::1] dst, size_t width, bint merge) except -1:
+    check_planes(<size_t>src.shape[0], <size_t>dst.shape[0], width)
+    distinct(src, dst)
+    if src.shape[0] == 0:
+        return 0
+    cdef const uint8_t *source = &src[0]
+    cdef uint8_t *target = &dst[0]
+    cdef size_t n = <size_t>src.shape[0] // width
+    with nogil:
+        if width == 2 and merge:
+            vw_merge_2(source, target, n)
+        elif width == 2:
+            vw_split_2(source, target, n)
+        elif merge:
+            vw_merge_4(source, target, n)
+        else:
+            vw_split_4(source, target, n)
+    return 0
+
+
 def split_planes(const uint8_t[::1] src not None, uint8_t[::1] dst not None, size_t width) -> None:
     """Byte 0 of every `width`-byte element, then byte 1 of every element ...; `width` is 2 or 4.
 
     Both are of one size, a multiple of `width`, and share no byte.
     """
-    check_planes(<size_t>src.shape[0], <size_t>dst.shape[0], width)
-    distinct(src, dst)
-    if src.shape[0] == 0:
-        return
-    cdef const uint8_t *source = &src[0]
-    cdef uint8_t *target = &dst[0]
-    cdef size_t n = <size_t>src.shape[0] // width
-    with nogil:
-        if width == 2:
-            vw_split_2(source, target, n)
-        else:
-            vw_split_4(source, target, n)
+    turn_planes(src, dst, width, False)
 
 
 def merge_planes(const uint8_t[::1] src not None, uint8_t[::1] dst not None, size_t width) -> None:
     """Inverse of `split_planes`."""
-    check_planes(<size_t>src.shape[0], <size_t>dst.shape[0], width)
-    distinct(src, dst)
-    if src.shape[0] == 0:
-        return
-    cdef const uint8_t *source = &src[0]
-    cdef uint8_t *target = &dst[0]
-    cdef size_t n = <size_t>src.shape[0] // width
-    with nogil:
-        if width == 2:
-            vw_merge_2(source, target, n)
-        else:
-            vw_merge_4(source, target, n)
+    turn_planes(src, dst, width, True)
