@@ -258,25 +258,21 @@ LINK_PEERS_MAX = 128  # peers with paths of their own, 2 MiB; the others are rea
 LINK_LOOK_S = 5.0  # how often this machine's addresses are looked at: a cable just plugged in is soon used
 LINK_CHECK_S = 60.0  # between two rounds of probes to a peer; a round is a few requests of 16 KiB
 LINK_AGAIN_S = 5.0  # the same after a failure; doubles up to LINK_CHECK_S
-LINK_SAMPLE_S = 600.0  # a speed once seen is believed so long; congestion then is not the link's speed
 LINK_CHECKS_AT_ONCE = 8  # peers being probed; each has one probe under way
 LINK_PROBE_S = 2.0  # for one whole probe; a path that takes longer is no better than none
-LINK_PAD_BYTES = (
-    16 * KIB
-)  # of a probe, both ways: more than a jumbo frame, so that a path which loses those fails
-LINK_SAMPLE_BYTES = (
-    256 * KIB
-)  # of a probe that also measures; 21 ms at 100 Mb/s, 32 nodes each 10 min 27 KB/s
-LINK_SAMPLE_SLACK = 4.0  # a quarter of a MiB says little of a fast link: TCP has only begun
+LINK_PAD_BYTES = 16 * KIB  # of a probe, both ways: more than a jumbo frame, for small packets pass anywhere
 LINK_BODY_MAX_BYTES = 64 * KIB  # of a question; its pad and 16 addresses are 18 KiB
-LINK_ANSWER_MAX_BYTES = 512 * KIB  # of an answer, held while it is decoded; LINK_CHECKS_AT_ONCE of them
+LINK_ANSWER_MAX_BYTES = 64 * KIB  # of an answer, held while it is decoded; LINK_CHECKS_AT_ONCE of them
 LINK_BODY_S = 5.0  # for a question's body to come
 LINK_QUESTIONS_AT_ONCE = 16  # being read, because no proof can be checked before: 1 MiB at worst
 LINK_RATE_ALPHA = 0.3  # weight of the newest transfer; the last seven or so matter
 LINK_RATE_MIN_BYTES = 4 * MIB  # a smaller transfer measures its round trips
+LINK_RATE_KEPT_S = 600.0  # a measured speed is believed so long; congestion then is not the link's speed
+LINK_KEPT_MIN = 0.25  # of its nominal speed; a path measured below it hides a slower link, not a slow machine
 LINK_GUESS_BYTES_PER_S = 125e6  # of a path nobody knows the speed of: 1 Gb/s, the commonest link
 LINK_TUNNEL_BYTES_PER_S = 50e6  # the same of a tailnet's tunnel, whose cipher runs on one core
 LINK_WINDOW_BYTES = 4 * MIB  # in flight on one connection; Linux grows its buffers to 4-6 MiB
+LINK_NEAR_S = 0.03  # a shorter round trip bounds nothing: a busy machine adds as much to it
 LINK_SILENCE_MS = 3000  # a direct link that acknowledges nothing for so long is cut: there is another path
 LINK_LISTENERS_MAX = 64  # addresses the API listens at for them; a cable replugged more often than that waits
 LINK_SUPERSEDE_S = 0.5  # between two tries while the peer still takes a broken-off transfer for running

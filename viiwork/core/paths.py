@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +13,19 @@ from viiwork.limits import (
     LINK_AGAIN_S,
     LINK_CHECK_S,
     LINK_GUESS_BYTES_PER_S,
+    LINK_KEPT_MIN,
+    LINK_NEAR_S,
     LINK_PATHS_MAX,
     LINK_RATE_ALPHA,
+    LINK_RATE_KEPT_S,
     LINK_RATE_MIN_BYTES,
-    LINK_SAMPLE_S,
-    LINK_SAMPLE_SLACK,
     LINK_TUNNEL_BYTES_PER_S,
     LINK_WINDOW_BYTES,
 )
 
 _METADATA = ipaddress.ip_address("169.254.169.254")  # hands out cloud credentials
 _BYTES_PER_MBIT = 125_000
+_EQUAL_BYTES_PER_S = 1e6  # speeds this near are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,20 @@ def _is_lan(addr: str, ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> boo
 
 def told_addresses(own: Iterable[LinkAddress], rule: LinkRule) -> list[LinkAddress]:
     """Those of this machine's addresses that peers are told, the fastest first."""
+    usable = _usable(own, rule)
+    usable.sort(key=lambda mine: (-(mine.speed_mbps or 0), _is_link_local(mine.addr), mine.addr))
+    return usable[:LINK_ADDRESSES_MAX]
+
+
+def _usable(own: Iterable[LinkAddress], rule: LinkRule) -> list[LinkAddress]:
+    """Allowed addresses; a link-local one only where its interface has no other: both lead the same way."""
     allowed = [mine for mine in own if rule.allows(mine.addr)]
-    allowed.sort(key=lambda mine: (-(mine.speed_mbps or 0), _is_link_local(mine.addr), mine.addr))
-    return allowed[:LINK_ADDRESSES_MAX]
+    settled = {mine.interface for mine in allowed if not _is_link_local(mine.addr)}
+    return [mine for mine in allowed if not _is_link_local(mine.addr) or mine.interface not in settled]
 
 
 def paths_to(
-    own: Iterable[LinkAddress], told: Iterable[PeerAddress], rule: LinkRule, mesh_addr: str
+    own: Sequence[LinkAddress], told: Iterable[PeerAddress], rule: LinkRule, mesh_addr: str
 ) -> list[Path]:
     """Pairs of addresses worth a probe, the fastest first.
 
@@ -109,7 +118,7 @@ def paths_to(
     where the operator named it. An address that is also ours (the bridges of two container hosts are often
     alike) leads to ourselves, and the peer's address in the mesh is a path already.
     """
-    mine = [address for address in own if rule.allows(address.addr)]
+    mine = _usable(own, rule)
     held = {address.addr for address in own}
     found = []
     for theirs in told:
@@ -168,8 +177,6 @@ class _Seen:
     """What one path has shown."""
 
     rtt_s: float | None = None  # of the newest probe that was answered
-    sample: float | None = None  # bytes/s of a probe's answer
-    sampled_at: float = 0.0
     rate: float | None = None  # bytes/s of transfers
     rated_at: float = 0.0
     n_transfers: int = 0
@@ -182,7 +189,7 @@ class PeerPaths:
     def __init__(self, mesh: Path) -> None:
         self._mesh = mesh
         self._seen: dict[Path, _Seen] = {mesh: _Seen()}
-        self._failures = 0  # since the last round in which every path that ever answered did so
+        self._failures = 0  # rounds since the last one in which every path answered
 
     @property
     def mesh(self) -> Path:
@@ -196,19 +203,12 @@ class PeerPaths:
         self._mesh = mesh
         self._seen = {path: self._seen.get(path, _Seen()) for path in (mesh, *paths)}
 
-    def wants_sample(self, path: Path, now: float) -> bool:
-        """Nothing but its name is known of the path's speed."""
-        seen = self._seen[path]
-        return seen.sample is None or now - seen.sampled_at >= LINK_SAMPLE_S
-
-    def answered(self, path: Path, rtt_s: float, sample: float | None, now: float) -> bool:
-        """The peer itself answered a probe, which measured `sample` bytes/s; True when the path is new."""
+    def answered(self, path: Path, rtt_s: float) -> bool:
+        """The peer itself answered a probe; True when the path is new, or works again."""
         if (seen := self._seen.get(path)) is None:
             return False
         is_new = bool(seen.failure) or seen.rtt_s is None
         seen.rtt_s, seen.failure = rtt_s, ""
-        if sample is not None:
-            seen.sample, seen.sampled_at = sample, now
         return is_new
 
     def failed(self, path: Path, why: str) -> bool:
@@ -217,7 +217,7 @@ class PeerPaths:
             return False
         worked = not seen.failure and seen.rtt_s is not None
         seen.failure = why
-        seen.sample = None  # what comes back may be another link
+        seen.rate = None  # what comes back may be another link
         return worked
 
     def sent(self, path: Path, n_bytes: int, seconds: float, now: float) -> None:
@@ -228,14 +228,14 @@ class PeerPaths:
         if n_bytes < LINK_RATE_MIN_BYTES or seconds <= 0:
             return
         rate = n_bytes / seconds
-        if seen.rate is not None and now - seen.rated_at < LINK_SAMPLE_S:
-            rate = seen.rate + LINK_RATE_ALPHA * (rate - seen.rate)
+        if (before := self._measured(path, now)) is not None:
+            rate = before + LINK_RATE_ALPHA * (rate - before)
         seen.rate, seen.rated_at = rate, now
         seen.n_transfers += 1
 
     def next_check_s(self, is_whole: bool) -> float:
-        """Until the next round of probes; `is_whole`: nothing that had worked failed in the last one."""
-        self._failures = 0 if is_whole else self._failures + 1
+        """Until the next round of probes; `is_whole`: every path answered in the last one."""
+        self._failures = 0 if is_whole else min(self._failures + 1, 8)
         return LINK_CHECK_S if is_whole else min(LINK_AGAIN_S * 2 ** (self._failures - 1), LINK_CHECK_S)
 
     def ranked(self, now: float) -> list[Path]:
@@ -247,43 +247,57 @@ class PeerPaths:
         ]
         return sorted(usable, key=lambda path: self._order(path, now))
 
-    def _order(self, path: Path, now: float) -> tuple[bool, float, bool, bool, float, str, str]:
+    def _order(self, path: Path, now: float) -> tuple[bool, int, bool, int, bool, float, str, str]:
         seen = self._seen[path]
-        # Of equals the direct one: the mesh's address may be a tunnel or a shared network.
         rtt_s = seen.rtt_s if seen.rtt_s is not None else LINK_CHECK_S
-        rate, _ = self.rate(path, now)
-        return bool(seen.failure), -rate, path.is_mesh, "%" in path.addr, rtt_s, path.addr, path.source
+        rate = round(self.rate(path, now)[0] / _EQUAL_BYTES_PER_S)
+        # Of equals a direct one, for the mesh's address may be a tunnel or a shared network; and one that was
+        # not tried yet, so that all are once.
+        return (
+            *(bool(seen.failure), -rate, path.is_mesh, seen.n_transfers, "%" in path.addr),
+            *(rtt_s, path.addr, path.source),
+        )
 
     def rate(self, path: Path, now: float) -> tuple[float, str]:
         """Bytes/s a transfer will get, and how that is known.
 
-        Transfers say it; without a fresh one the interfaces' speed, what one connection can have in flight,
-        and a multiple of what a probe measured bound it.
+        Transfers say it. Without a fresh one it is what the interfaces and the window allow, of which the
+        path is believed to keep as much as the best one that was measured: what the machines are too slow
+        for is lost on every path.
         """
+        if (rate := self._measured(path, now)) is not None:
+            return rate, f"measured over {self._seen[path].n_transfers} transfers"
+        kept = [
+            rate / self._guess(other)[0]
+            for other in self._seen
+            if (rate := self._measured(other, now)) is not None
+        ]
+        guess, why = self._guess(path)
+        share = min(max(*kept, LINK_KEPT_MIN), 1.0) if kept else 1.0
+        return guess * share, why
+
+    def _measured(self, path: Path, now: float) -> float | None:
         seen = self._seen[path]
-        if seen.rate is not None and now - seen.rated_at < LINK_SAMPLE_S:
-            return seen.rate, f"measured over {seen.n_transfers} transfers"
+        return seen.rate if now - seen.rated_at < LINK_RATE_KEPT_S else None
+
+    def _guess(self, path: Path) -> tuple[float, str]:
+        """What the interfaces and one connection's window allow."""
         if path.speed_mbps is not None:
             guess, why = float(path.speed_mbps * _BYTES_PER_MBIT), f"link of {path.speed_mbps} Mb/s"
         elif is_tailnet(path.addr):
             guess, why = LINK_TUNNEL_BYTES_PER_S, "guessed for a tunnel"
         else:
             guess, why = LINK_GUESS_BYTES_PER_S, "guessed, the link's speed is not known"
-        if seen.rtt_s and (most := LINK_WINDOW_BYTES / seen.rtt_s) < guess:
-            guess, why = most, f"bounded by a round trip of {seen.rtt_s * 1000:.0f} ms"
-        if seen.sample is not None and (most := seen.sample * LINK_SAMPLE_SLACK) < guess:
-            guess, why = most, f"a probe got {seen.sample / 1e6:.1f} MB/s"
+        rtt_s = self._seen[path].rtt_s
+        if rtt_s is not None and rtt_s > LINK_NEAR_S and (most := LINK_WINDOW_BYTES / rtt_s) < guess:
+            guess, why = most, f"bounded by a round trip of {rtt_s * 1000:.0f} ms"
         return guess, why
 
     def as_json(self, now: float) -> dict[str, Any]:
         """The path in use and why, and all others."""
         best = self.ranked(now)[0]
         shown = [self._shown(path, now) for path in sorted(self._seen, key=lambda p: self._order(p, now))]
-        first = next(one for path, one in zip(self._sorted(now), shown, strict=True) if path == best)
-        return {**first, "why": self._why(best, now), "paths": shown}
-
-    def _sorted(self, now: float) -> list[Path]:
-        return sorted(self._seen, key=lambda path: self._order(path, now))
+        return {**self._shown(best, now), "why": self._why(best, now), "paths": shown}
 
     def _why(self, best: Path, now: float) -> str:
         rate, how = self.rate(best, now)

@@ -6,22 +6,21 @@ import asyncio
 import os
 import socket
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from viiwork.core.paths import LinkAddress, Path
 from viiwork.errors import ChannelRefused, MeshError, RequestError
 from viiwork.limits import (
     CHANNEL_HEAD_MAX_BYTES,
     LINK_ANSWER_MAX_BYTES,
-    LINK_PAD_BYTES,
     LINK_PROBE_S,
-    LINK_SAMPLE_BYTES,
 )
 from viiwork.mesh.channel import connected, http_request, parse_head
 from viiwork.mesh.notices import one_line
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member, host_port
 from viiwork.wire.probe import (
+    LINK_PAD,
     NONCE_BYTES,
     PATHS_PATH,
     PROBE_PATH,
@@ -34,23 +33,12 @@ from viiwork.wire.probe import (
     is_proof,
 )
 
-_PAD = "x" * LINK_PAD_BYTES
 _READ_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """A probe the right node answered."""
-
-    rtt_s: float  # of the connection's handshake
-    rate: float | None  # bytes/s of the answer, None when it was too small to say
-
-
-@dataclass(frozen=True, slots=True)
-class _Answered:
+class _Answered(NamedTuple):
     body: bytes
     rtt_s: float
-    rate: float | None
 
 
 class DirectClient:
@@ -74,17 +62,16 @@ class DirectClient:
             raise MeshError(f"{member.api} answers as {one_line(table.node)!r}, not {member.name!r}")
         return table
 
-    async def probe(self, member: Member, run: str, path: Path, *, source: str, sample: bool) -> Reached:
-        """Does the member, and nobody else, answer at the path's other end? Raises `MeshError`.
+    async def probe(self, member: Member, run: str, path: Path, *, source: str) -> float:
+        """Seconds of a round trip, if the member and nobody else is at the path's other end.
 
-        `sample` asks for an answer large enough to measure with.
+        Raises `MeshError`.
         """
         probe = Probe(
             to=member.name,
             addr=path.addr.partition("%")[0],
             nonce=os.urandom(NONCE_BYTES).hex(),
-            want_bytes=LINK_SAMPLE_BYTES if sample else LINK_PAD_BYTES,
-            pad=_PAD,
+            pad=LINK_PAD,
         )
         answered = await self._ask(path.addr, member.api_port, source, PROBE_PATH, encode(probe))
         where = host_port(path.addr, member.api_port)
@@ -94,7 +81,7 @@ class DirectClient:
             raise MeshError(one_line(f"{where}: {error}")) from error
         if not is_proof(answer, self._keys, asks=self._me, probe=probe, run=run):
             raise MeshError(f"{where} does not prove to be {member.name!r}")
-        return Reached(answered.rtt_s, answered.rate if sample else None)
+        return answered.rtt_s
 
     async def _ask(self, addr: str, port: int, source: str, target: str, body: bytes) -> _Answered:
         headers = {"Connection": "close", **self._client.sign("POST", target, body)}
@@ -106,7 +93,7 @@ class DirectClient:
                 try:
                     rtt_s = time.perf_counter() - begun
                     await asyncio.get_running_loop().sock_sendall(sock, request)
-                    answer, rate = await _read(sock, host_port(addr, port))
+                    answer = await _read(sock, host_port(addr, port))
                 finally:
                     sock.close()
         except TimeoutError as error:
@@ -114,14 +101,13 @@ class DirectClient:
             raise MeshError(f"no answer from {where} within {LINK_PROBE_S:g} s") from error
         except OSError as error:
             raise MeshError(f"{host_port(addr, port)}: {one_line(str(error))}") from error
-        return _Answered(answer, rtt_s, rate)
+        return _Answered(answer, rtt_s)
 
 
-async def _read(sock: socket.socket, where: str) -> tuple[bytes, float | None]:
-    """Body of the answer, and the bytes/s at which it came after its first piece."""
+async def _read(sock: socket.socket, where: str) -> bytes:
+    """Body of the answer."""
     loop = asyncio.get_running_loop()
     data = bytearray(await loop.sock_recv(sock, _READ_BYTES))
-    first, since = len(data), time.perf_counter()
     while data and (end := data.find(b"\r\n\r\n")) < 0 and len(data) <= CHANNEL_HEAD_MAX_BYTES:
         if not (piece := await loop.sock_recv(sock, _READ_BYTES)):
             break
@@ -140,8 +126,7 @@ async def _read(sock: socket.socket, where: str) -> tuple[bytes, float | None]:
         if not (piece := await loop.sock_recv(sock, _READ_BYTES)):
             raise MeshError(f"{where} broke off in its answer")
         data += piece
-    took_s, later = time.perf_counter() - since, len(data) - first
     body = bytes(data[end + 4 : end + 4 + size])
     if status != 200:
         raise MeshError(f"{where} answers with {status}: {one_line(body.decode(errors='replace'))[:150]}")
-    return body, later / took_s if later > first and took_s > 0 else None
+    return body

@@ -39,6 +39,7 @@ from viiwork.mesh.values import Member, canonical_ip
 from viiwork.node.background import Background
 from viiwork.wire.kvoffer import ENCRYPT_HEADER
 from viiwork.wire.probe import (
+    LINK_PAD,
     RUN_BYTES,
     Answer,
     addresses_of,
@@ -220,7 +221,7 @@ class KvPaths:
             raise KvRefused(f"this was reached at {_plain(local_ip)}, not at {one_line(probe.addr)}")
         key = self._client.key or bytes.fromhex(self._run)
         proof = prove(key, asks=name, asked=self._me, addr=probe.addr, nonce=probe.nonce, run=self._run)
-        return encode(Answer(node=self._me, proof=proof, pad="x" * probe.want_bytes))
+        return encode(Answer(node=self._me, proof=proof, pad=LINK_PAD))
 
     def _refuse_when_off(self) -> None:
         if not self._config.enabled or self._rule.is_off:
@@ -270,38 +271,42 @@ class KvPaths:
         return mesh_path(member.addr, self._client.own_ip, self._own.all, told)
 
     async def _check(self, peer: _Peer) -> None:
-        """One round: the peer's addresses anew, and a probe of every path."""
-        async with self._room:
-            member, is_whole = peer.member, True
-            peer.due_at = float("inf")
-            try:
-                table = await self._direct.exchange(member, self._run, self._own.told)
-                peer.run, peer.told, peer.why_not = table.run, addresses_of(table), ""
-            except MeshError as error:
-                if str(error) != peer.why_not:
-                    log.info("link.unknown peer=%s: %s", member.name, error)
-                peer.why_not, is_whole = str(error), False
-            mesh = self._mesh_path(member, peer.told)
-            peer.paths.offer(mesh, paths_to(self._own.all, peer.told, self._rule, member.addr))
-            if peer.run:
-                for path in peer.paths.paths():
-                    is_whole &= await self._probe(peer, path)
-            peer.due_at = min(peer.due_at, time.monotonic() + peer.paths.next_check_s(is_whole))
+        try:
+            async with self._room:
+                await self._check_now(peer)
+        finally:
             peer.is_checking = False
 
-    async def _probe(self, peer: _Peer, path: Path) -> bool:
-        """False when a path that worked does not any more."""
-        member = peer.member
-        sample = peer.paths.wants_sample(path, time.monotonic())
+    async def _check_now(self, peer: _Peer) -> None:
+        """One round: the peer's addresses anew, and a probe of every path."""
+        member, is_whole = peer.member, True
+        peer.due_at = float("inf")
         try:
-            # A secured mesh proves its nodes from anywhere; an open one by the address they come from.
-            source = path.source or (self._client.source_ip if path.is_mesh else "")
-            reached = await self._direct.probe(member, peer.run, path, source=source, sample=sample)
+            table = await self._direct.exchange(member, self._run, self._own.told)
+            peer.run, peer.told, peer.why_not = table.run, addresses_of(table), ""
         except MeshError as error:
-            if worked := peer.paths.failed(path, one_line(str(error))):
+            if str(error) != peer.why_not:
+                log.info("link.unknown peer=%s: %s", member.name, error)
+            peer.why_not, is_whole = str(error), False
+        mesh = self._mesh_path(member, peer.told)
+        peer.paths.offer(mesh, paths_to(self._own.all, peer.told, self._rule, member.addr))
+        if peer.run:
+            for path in peer.paths.paths():
+                is_whole &= await self._probe(peer, path)
+        peer.due_at = min(peer.due_at, time.monotonic() + peer.paths.next_check_s(is_whole))
+
+    async def _probe(self, peer: _Peer, path: Path) -> bool:
+        """Did the peer answer?"""
+        member = peer.member
+        # A secured mesh proves its nodes from anywhere; an open one by the address they come from.
+        source = self._client.source_ip if path.is_mesh else path.source
+        try:
+            rtt_s = await self._direct.probe(member, peer.run, path, source=source)
+        except MeshError as error:
+            if peer.paths.failed(path, one_line(str(error))):
                 log.warning("link.failed peer=%s addr=%s: %s", member.name, path.addr, error)
-            return not worked
-        if peer.paths.answered(path, reached.rtt_s, reached.rate, time.monotonic()) and not path.is_mesh:
+            return False
+        if peer.paths.answered(path, rtt_s) and not path.is_mesh:
             log.info("link.up peer=%s addr=%s source=%s", member.name, path.addr, path.source or "any")
         return True
 

@@ -13,30 +13,23 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 from blake3 import blake3
 
 from viiwork.config.model import KvShareSection
-from viiwork.core.paths import Path
 from viiwork.core.replicas import path_allowed, targets
 from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slots import SlotRef
-from viiwork.errors import ChannelRefused, KvError, ViiworkError
+from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
-from viiwork.kv.jobs import SendDone, SendJob
-from viiwork.limits import (
-    KV_PUSHES_AT_ONCE,
-    KV_SAVE_S,
-    KV_SLOT_SETTLE_S,
-    LINK_SUPERSEDE_S,
-    LINK_SUPERSEDE_TRIES,
-)
+from viiwork.kv.jobs import SendJob
+from viiwork.limits import KV_PUSHES_AT_ONCE, KV_SAVE_S, KV_SLOT_SETTLE_S
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
-from viiwork.node.kv_paths import KvPaths, OpenedPath
+from viiwork.node.kv_paths import KvPaths
+from viiwork.node.kv_route import send_over
 from viiwork.node.kv_stats import KvStats
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, encode_offer
@@ -44,7 +37,6 @@ from viiwork.wire.kvoffer import StateOffer, encode_offer
 log = logging.getLogger(__name__)
 
 SETTLE_POLL_S = 0.02
-PATH_FAULTS = ("link_lost", "timeout", "corrupt", "wrong_key", "wrong_peer")  # another path may do better
 
 
 def session_digest(key: SessionKey) -> bytes:
@@ -247,9 +239,10 @@ class Pusher:
             key=mesh_key(self._peers.client.key or b""),
             local_name=self._peers.me,
             peer_name=member.name,
-            encrypt=True,
+            encrypt=True,  # unless the path needs none
         )
-        done, used = await self._send_over(member, encode_offer(offer), job)
+        sent = await send_over(self._paths, self._worker, member, encode_offer(offer), job)
+        done = sent.done
         took_s = time.monotonic() - started
         self._stats.sent.done += 1
         self._stats.sent.n_bytes += done.total_bytes
@@ -261,8 +254,8 @@ class Pusher:
             tokens=done.info.n_tokens,
             bytes=done.total_bytes,
             seconds=round(took_s, 4),
-            encrypted=used.encrypt,
-            path=used.path.addr,
+            encrypted=sent.encrypted,
+            path=sent.path.addr,
         )
         log.info(
             "kv_share.sent session=%s model=%s peer=%s tokens=%d bytes=%d seconds=%.3f path=%s",
@@ -272,33 +265,5 @@ class Pusher:
             done.info.n_tokens,
             done.total_bytes,
             took_s,
-            used.path.addr,
+            sent.path.addr,
         )
-
-    async def _send_over(self, member: Member, offer: bytes, job: SendJob) -> tuple[SendDone, OpenedPath]:
-        """Send over the best path, and over the next one when it breaks."""
-        broken: list[Path] = []
-        tries = 0
-        while True:
-            try:
-                used = await self._paths.open(member, offer, without=broken)
-                began = time.monotonic()
-                done = await self._worker.send(used.sock, msgspec.structs.replace(job, encrypt=used.encrypt))
-            except KvError as error:
-                if broken and error.reason == "busy" and tries < LINK_SUPERSEDE_TRIES:
-                    # The peer has not noticed yet that the path broke.
-                    tries += 1
-                    await asyncio.sleep(LINK_SUPERSEDE_S)
-                    continue
-                if error.reason not in PATH_FAULTS:
-                    raise
-                self._paths.failed(member, used.path, str(error))
-                broken.append(used.path)
-                log.info("kv_share.rerouted peer=%s from=%s: %s", member.name, used.path.addr, error)
-            except ChannelRefused as error:
-                if not broken or error.status:
-                    raise
-                raise KvError("link_lost", f"no path to {member.name} works: {error}") from error
-            else:
-                self._paths.sent(member, used.path, done.total_bytes, time.monotonic() - began)
-                return done, used

@@ -17,13 +17,15 @@ import msgspec
 
 from viiwork.core.paths import LinkAddress, PeerAddress
 from viiwork.errors import RequestError
-from viiwork.limits import LINK_ADDRESSES_MAX, LINK_ANSWER_MAX_BYTES, LINK_SAMPLE_BYTES, NODE_NAME_MAX_BYTES
+from viiwork.limits import LINK_ADDRESSES_MAX, LINK_ANSWER_MAX_BYTES, LINK_PAD_BYTES, NODE_NAME_MAX_BYTES
 
 PATHS_PATH = "/v1/kv/paths"
 PROBE_PATH = "/v1/kv/probe"
 NONCE_BYTES = 16
 RUN_BYTES = 16
 SPEED_MAX_MBPS = 10_000_000  # 10 Tb/s; a larger one is a fault of its sender
+
+LINK_PAD = "x" * LINK_PAD_BYTES  # of both a probe and its answer
 
 _LABEL = b"viiwork kv probe 1\0"
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NODE_NAME_MAX_BYTES)]
@@ -49,12 +51,11 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """Are you this node, at this address? `pad` is only there to be carried."""
+    """Are you this node, at this address? `pad` makes packets of every size cross the path."""
 
     to: _Name
     addr: _Addr
     nonce: _Hex
-    want_bytes: Annotated[int, msgspec.Meta(ge=0, le=LINK_SAMPLE_BYTES)] = 0  # of pad in the answer
     pad: _Pad = ""
 
 
