@@ -80,7 +80,7 @@ async def main(told: dict[str, Any]) -> None:
     client = PeerClient(name, keys)
     client.own_ip = told["addr"]
     await client.start()
-    worker = KvWorker(folder / f"{name}-store", 4 << 30)
+    worker = KvWorker(folder / f"store-{told['addr']}", 4 << 30)
     await worker.start()
     paths: KvPaths
     origins = MeshOrigins(name, keys, client, members.get, is_at=lambda member, ip: paths.is_at(member, ip))
@@ -153,12 +153,10 @@ async def main(told: dict[str, Any]) -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     sending: set[asyncio.Task[None]] = set()
-    generation = time.time_ns() // 1_000_000
     while line := await reader.readline():
         asked = json.loads(line)
         if "send" in asked:
-            generation += 1
-            sending.add(asyncio.create_task(send(asked["send"], generation)))
+            sending.add(asyncio.create_task(send(asked["send"], time.time_ns() // 1_000_000)))
         else:
             say(links=paths.status(), stats=stats.as_json())
     looking.cancel()
