@@ -29,6 +29,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/relay/run.py
 	$(BIN)/python bench/kv/whole_state.py
+	$(BIN)/python -m bench.soak.run
 
 $(STAMP): $(SOURCES) | tools
 	@echo "setting up $(VENV): downloading and building takes a minute or two"

@@ -42,6 +42,7 @@ setup(
     ext_modules=cythonize(
         extensions(),
         build_dir="build/cython",
+        include_path=[str(CSRC)],
         nthreads=0 if os.environ.get("VIIWORK_BUILD_SERIAL") else os.cpu_count() or 1,
         compiler_directives={"language_level": 3, "boundscheck": False, "wraparound": False},
     )

@@ -67,6 +67,9 @@ RAM_TOKEN_BYTES = (
 CONVERSATION_TIPS_MAX = 8  # turns of a conversation an edit may go back to; 100 B each, 3 MiB in all
 HOLDINGS_MAX = 256  # conversations a node tells of; 500 B each in memory, 128 KiB a member
 HOLDINGS_ASK_S = 0.1  # for peers to say what they hold; reading an unknown conversation anew takes seconds
+HOLDINGS_OLD_S = (
+    0.2  # a peer asked more lately is not asked again for that: five extra polls a second at most
+)
 HOLDINGS_MAX_BYTES = 32 * KIB  # of them in one capacity report; sent only when they changed
 PROMPT_BYTES_PER_TOKEN = 4  # of text, code and markup alike, where nothing was measured
 CHAIN_BLOCK_BYTES = KIB  # of a prompt without messages: 62 blocks back is more than a turn adds
@@ -163,6 +166,7 @@ GGUF_SHARDS_MAX = 10_000  # `-00001-of-NNNNN`: files looked for
 # -- mesh ------------------------------------------------------------------------------------------
 MEMBERS_MAX = 1024  # members kinship holds; 1,024 polls a second is more than one loop should do anyway
 DEPARTED_MAX = 256  # departed members still listed; about 300 B each
+LOST_MODEL_KEPT_S = 300.0  # a model whose last node went is "nobody serves it now" so long, then "unknown"
 DEPARTED_KEPT_S = 24 * 3600.0  # an operator finds yesterday's machine; longer would list old names for ever
 NAME_GRACE_S = 60.0  # a process younger than this gives up a contested name; the older one is the known one
 LEAVE_TIMEOUT_S = 5.0  # news of a leave spreads in well under a second; a lost network must not hold the stop
@@ -209,6 +213,10 @@ ROUND_GAP_S = 0.5  # between two rounds of discovery, however often news come
 ROUNDS_AT_ONCE = 4  # rounds under way; one with silent addresses takes 3 s for each JOINS_AT_ONCE of them
 MISSING_INTERVAL_S = 10.0  # rounds of discovery after a member died: what a healed split costs at most
 MISSING_S = 600.0  # and for how long; later the usual interval finds it
+YOUNG_INTERVAL_S = (
+    2.0  # rounds of discovery after the start: machines switched on together miss each other at first
+)
+YOUNG_S = 60.0  # and for how long; 30 rounds, each of which tries only addresses that are no members
 GOSSIP_STREAM_S = 3.0  # one exchange of all members over TCP; 1,024 of them are about 200 KiB
 GOSSIP_MAX_BYTES = 1200  # of a datagram: with all headers it fits the 1,280 bytes of a tailnet or IPv6 tunnel
 MDNS_INSTANCES_MAX = 128  # answers remembered; about 1 KiB each. More is a fault or an attack
@@ -233,9 +241,14 @@ KV_TOKENS_MAX = (
 KV_STREAMS_MAX = 256  # slots of one engine; llama.cpp's own limit of parallel sequences
 KV_LAYERS_MAX = 1024  # cache layers of one state; the largest models have about 130. 16 KiB a plane list
 KV_ROW_MAX_BYTES = 16 * MIB  # one row of one layer; real ones are 0.5-64 KiB
+KV_BLOB_MAX_BYTES = 4 * GIB  # a recurrent state or checkpoint; 150 MiB for a 27B hybrid. Never read whole
+KV_CHECKPOINTS_MAX = 256  # in one save-file; engines keep 32. About 300 B each
+KV_RUNS_MAX = 65_536  # pieces a cache's positions stand in; usually 1 or 2. About 150 B each, 10 MiB
 KV_CHUNK_BYTES = MIB  # payload of a DATA frame, unit of hashing; 128 KiB to 2 MiB measured alike
 KV_CHUNK_MAX_BYTES = 4 * MIB  # largest chunk a peer may choose; times the ring = memory of one receive job
 KV_RING_BUFFERS = 4  # chunks in flight between the two threads of a transfer: 4 MiB a job, 16 MiB at worst
+KV_CIPHER_TEST_BYTES = MIB  # a frame's worth; shorter pieces measure the call instead of the cipher
+KV_CIPHER_TEST_ROUNDS = 8  # of each cipher when a worker starts, the best counts: 5 to 20 ms in all
 KV_MESSAGE_MAX_BYTES = 256 * KIB  # any frame that is not DATA; a manifest of 1,024 layers is about 30 KiB
 KV_CONTROL_MAX_BYTES = 128 * KIB  # one message between control and worker; below the kernel's socket buffer
 KV_LOCAL_JOBS = 4  # renders and inspections at once in one worker; more wait for a thread

@@ -21,86 +21,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from shaped import FAR, inside, iperf, namespaces, shape
 
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveGrant, SendJob
 from viiwork.wire.channel import mesh_key
-from viiwork.wire.savefile import parse
+from viiwork.wire.whole_file import parse
 
 KEY = mesh_key("bench")
 MODEL, SESSION = b"m" * 32, b"s" * 32
-NEAR, FAR, PORT = "10.99.7.1", "10.99.7.2", 18086
+PORT = 18086
 LAYERS, ROW = 30, 2048
-
-
-def sh(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-@contextmanager
-def namespaces() -> Iterator[tuple[str, str, str]]:
-    """Two joined namespaces with unique names, and the near device; removed in every case."""
-    tag = f"{os.getpid() % 100_000}"
-    near, far, near_dev, far_dev = f"vwn{tag}", f"vwf{tag}", f"vwa{tag}", f"vwb{tag}"
-    try:
-        sh("ip", "netns", "add", near)
-        sh("ip", "netns", "add", far)
-        sh(
-            "ip",
-            "link",
-            "add",
-            near_dev,
-            "netns",
-            near,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            far_dev,
-            "netns",
-            far,
-        )
-        for ns, dev, address in ((near, near_dev, NEAR), (far, far_dev, FAR)):
-            sh("ip", "-n", ns, "addr", "add", f"{address}/24", "dev", dev)
-            sh("ip", "-n", ns, "link", "set", dev, "up")
-            sh("ip", "-n", ns, "link", "set", "lo", "up")
-        yield near, far, near_dev
-    finally:
-        for ns in (near, far):
-            sh("ip", "netns", "del", ns, check=False)
-
-
-def shape(ns: str, dev: str, gbits: int) -> None:
-    burst = "128kb" if gbits <= 1 else "1mb"
-    command = ("tc", "-n", ns, "qdisc", "replace", "dev", dev, "root")
-    sh(*command, "tbf", "rate", f"{gbits}gbit", "burst", burst, "latency", "50ms")
-
-
-def iperf(near: str, far: str, size: int) -> float:
-    """Received Gb/s of one stream."""
-    server = subprocess.Popen(
-        ["ip", "netns", "exec", far, "iperf3", "-s", "-1", "-B", FAR, "--forceflush"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        while "listening" not in server.stdout.readline():
-            pass
-        out = sh("ip", "netns", "exec", near, "iperf3", "-c", FAR, "-n", str(size), "-J")
-    finally:
-        server.kill()
-        server.wait()
-    return float(json.loads(out)["end"]["sum_received"]["bits_per_second"]) / 1e9
 
 
 def make_state(path: Path, mb: int) -> None:
@@ -173,18 +108,7 @@ def stages_of(done: Any) -> dict[str, float]:
 
 def move(near: str, far: str, folder: Path, encrypt: bool) -> dict[str, Any]:
     def side(ns: str, role: str) -> subprocess.Popen[str]:
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            ns,
-            sys.executable,
-            __file__,
-            "--side",
-            role,
-            "--folder",
-            str(folder),
-        ]
+        command = inside(ns, sys.executable, __file__, "--side", role, "--folder", str(folder))
         if encrypt:
             command.append("--encrypt")
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

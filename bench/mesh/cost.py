@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and end what was started
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(measure(args.nodes, args.seconds, args.models, Path(folder)))
     median, worst = figures["median_percent"], figures["worst_percent"]

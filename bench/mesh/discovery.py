@@ -63,10 +63,14 @@ async def measure(n: int, split_s: float, folder: Path) -> dict[str, float]:
             async def all_see_all() -> bool:
                 return all([alive(await node.status(http)) == everyone for node in nodes])
 
+            async def all_answer() -> bool:
+                return all([bool(await node.status(http)) for node in nodes])
+
             try:
                 for node in nodes:
                     node.start()
-                figures["all see all"] = await until("one mesh", all_see_all)
+                up_s, seen_s = await asyncio.gather(until("up", all_answer), until("one mesh", all_see_all))
+                figures |= {"all answer": up_s, "all see all": seen_s}
                 for node in nodes:
                     await node.until_healthy(http)
                     await node.until_sees(http, "m", n)
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and end what was started
     rounds = []
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:

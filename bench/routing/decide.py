@@ -103,7 +103,7 @@ def run(case: Case, with_receipt: bool) -> Callable[[], None]:
         for ask in asks:
             decided = choose(view, ask, Terms(NOW + 0.5, 0.0, 20_000.0, (0.5, 0.5)))
             if with_receipt:
-                receipts.add(ask, NOW, 7, decided.question, decided.choice)
+                receipts.add(ask, NOW, decided.question, decided.choice)
 
     return all_of_them
 

@@ -1,15 +1,17 @@
 """Conversations of growing context that enter three nodes at random, with and without session logic.
 
 Three nodes on loopback with a real engine of two slots each serve eight conversations at once; half of them
-name their session in a header. Each turn sends the whole conversation so far, as an agent does, then rests a
-moment. Some begin their prompt anew once, as a compaction does. A hit is a turn that found at least 80 % of
-its conversation's last context read already, by the engine's own counts; first turns and compactions are
-left out.
+name their session in a header. Each turn sends the whole conversation so far, as an agent does, and then its
+tools work for about as long as the turn took, so that the share of busy slots does not depend on how fast
+the machine is. First each node reads a few prompts of nobody's conversation, for a mesh that is in use has
+measured its nodes. Some begin their prompt anew once, as a compaction does. A hit is a turn that found at
+least 80 % of its conversation's last context read already, by the engine's own counts; first turns and
+compactions are left out.
 
 `plain` runs the same nodes with `routing.performance: false`: here first, then the peer with most room. Both
 run in turn, with the same conversations and the same random numbers.
 
-    python bench/sessions/run.py [--turns 10] [--sessions 8] [--think 1.0] [--json FILE]
+    python bench/sessions/run.py [--turns 10] [--sessions 8] [--rest 1.0] [--json FILE]
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ MODEL = "bench"
 HIT_SHARE = 0.8
 ANSWER_TOKENS = 16
 READY_S = 180.0
-TURN_S = 300.0
+WARM_UPS = 4
+TURN_S = 900.0
 WORDS = """
     account archive balance bridge candle carbon castle circuit copper cotton crystal delta desert engine
     fabric falcon filter forest garden glacier harbor hollow island jungle kernel ladder lantern magnet
@@ -113,6 +116,7 @@ class Turn:
     kind: str  # first | continued | compaction
     before: int = 0  # tokens it held before
     moved: bool = False
+    why: Any = None  # of a miss: the decisions, as the entry node tells them
 
     @property
     def is_hit(self) -> bool:
@@ -128,6 +132,7 @@ class Session:
     compacts_at: int  # turn, -1 = never
     messages: list[dict[str, str]] = field(default_factory=list)
     last: Turn | None = None
+    n_refused: int = 0
 
     @property
     def headers(self) -> dict[str, str]:
@@ -139,13 +144,13 @@ class Session:
     def begin(self) -> None:
         self.messages = [
             {"role": "system", "content": "You are an agent. Answer with one short sentence."},
-            {"role": "user", "content": f"Task {self.number}. {self.text(1200)}"},
+            {"role": "user", "content": f"Task {self.number}. {self.text(800)}"},
         ]
 
     def compact(self) -> None:
         self.messages = [
             self.messages[0],
-            {"role": "user", "content": f"Summary of task {self.number}: {self.text(600)}"},
+            {"role": "user", "content": f"Summary of task {self.number}: {self.text(400)}"},
         ]
 
 
@@ -157,6 +162,34 @@ def free_port(host: str) -> int:
             with contextlib.suppress(OSError):
                 udp.bind((host, port))
                 return port
+
+
+async def ask(
+    http: aiohttp.ClientSession, entry: Node, body: dict[str, Any], headers: dict[str, str]
+) -> tuple[dict[str, Any], str, str, float, str] | None:
+    """Timings, text, node, time of the first token and request id of an answer; None: refused or cut."""
+    first_at, answer = 0.0, ""
+    timings: dict[str, Any] = {}
+    try:
+        async with http.post(f"{entry.api}/v1/chat/completions", json=body, headers=headers) as response:
+            if response.status in (429, 502, 503):
+                return None
+            if response.status != 200:
+                raise SystemExit(f"{entry.name} answered {response.status}: {await response.text()}")
+            node, request_id = response.headers["X-Viiwork-Node"], response.headers["X-Viiwork-Request"]
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                timings = event.get("timings") or timings
+                for choice in event.get("choices", ()):
+                    piece = choice.get("delta", {}).get("content") or ""
+                    if piece and not first_at:
+                        first_at = time.monotonic()
+                    answer += piece
+    except aiohttp.ClientPayloadError:
+        return None
+    return (timings, answer, node, first_at or time.monotonic(), request_id) if timings else None
 
 
 async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Session, number: int) -> Turn:
@@ -174,37 +207,18 @@ async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Sess
         "temperature": 0.8,
         "seed": session.number,
     }
-    started, first = time.monotonic(), 0.0
-    timings: dict[str, Any] = {}
-    answer = ""
-    while True:
-        async with http.post(
-            f"{entry.api}/v1/chat/completions", json=body, headers=session.headers
-        ) as response:
-            if response.status == 429:  # as a client does; the time counts
-                await asyncio.sleep(0.5)
-                continue
-            if response.status != 200:
-                raise SystemExit(f"{entry.name} answered {response.status}: {await response.text()}")
-            node = response.headers["X-Viiwork-Node"]
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                timings = event.get("timings") or timings
-                for choice in event.get("choices", ()):
-                    piece = choice.get("delta", {}).get("content") or ""
-                    if piece and not first:
-                        first = time.monotonic()
-                    answer += piece
-        break
+    started = time.monotonic()
+    while (reply := await ask(http, entry, body, session.headers)) is None:
+        session.n_refused += 1
+        await asyncio.sleep(0.5)  # as a client does that tries again; the time counts
+    timings, answer, node, first_at, request_id = reply
     cached, prefilled = timings["cache_n"], timings["prompt_n"]
     turn = Turn(
         session=session.number,
         number=number,
         entry=entry.name,
         node=node,
-        ttft_s=(first or time.monotonic()) - started,
+        ttft_s=first_at - started,
         cached=cached,
         prompt=cached + prefilled,
         total=cached + prefilled + max(timings["predicted_n"] - 1, 0),
@@ -212,6 +226,9 @@ async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Sess
         before=last.total if last is not None else 0,
         moved=last is not None and last.node != node,
     )
+    if kind == "continued" and not turn.is_hit:
+        async with http.get(f"{entry.api}/v1/why/{request_id}") as response:
+            turn.why = await response.json()
     session.last = turn
     result = f"Result of step {number}: {session.text(session.rng.randint(60, 140))}"
     session.messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": result}]
@@ -219,15 +236,28 @@ async def one_turn(http: aiohttp.ClientSession, nodes: list[Node], session: Sess
 
 
 async def converse(
-    http: aiohttp.ClientSession, nodes: list[Node], session: Session, n_turns: int, think_s: float
+    http: aiohttp.ClientSession, nodes: list[Node], session: Session, n_turns: int, rest: float
 ) -> list[Turn]:
     session.begin()
-    await asyncio.sleep(session.rng.random() * think_s)
+    await asyncio.sleep(session.number)
     turns = []
     for number in range(n_turns):
+        started = time.monotonic()
         turns.append(await one_turn(http, nodes, session, number))
-        await asyncio.sleep(min(session.rng.expovariate(1 / think_s), 5 * think_s))
+        took_s = time.monotonic() - started
+        await asyncio.sleep(took_s * rest * session.rng.uniform(0.5, 1.5))
     return turns
+
+
+async def measure(http: aiohttp.ClientSession, node: Node) -> None:
+    """Let the node find out how fast it reads."""
+    rng = random.Random(node.name)
+    for n in range(WARM_UPS):
+        text = " ".join(rng.choice(WORDS) for _ in range(560))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": f"{n} {text}"}], "max_tokens": 4}
+        url = f"{node.api}/v1/chat/completions?host={node.name}"
+        async with http.post(url, json=body | {"stream": True}) as response:
+            await response.read()
 
 
 async def until_ready(http: aiohttp.ClientSession, nodes: list[Node]) -> None:
@@ -262,6 +292,7 @@ async def run(label: str, extra: str, model: Path, options: argparse.Namespace) 
                 node.start(model, [seed for seed in seeds if not seed.startswith(f"{node.host}:")], extra)
             async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
                 await until_ready(http, nodes)
+                await asyncio.gather(*(measure(http, node) for node in nodes))
                 sessions = [
                     Session(
                         n, random.Random(options.seed * 100 + n), options.turns // 2 if n in (2, 5) else -1
@@ -270,21 +301,22 @@ async def run(label: str, extra: str, model: Path, options: argparse.Namespace) 
                 ]
                 started = time.monotonic()
                 found = await asyncio.gather(
-                    *(converse(http, nodes, s, options.turns, options.think) for s in sessions)
+                    *(converse(http, nodes, s, options.turns, options.rest) for s in sessions)
                 )
                 took_s = time.monotonic() - started
                 said = []
                 for node in nodes:
                     async with http.get(f"{node.api}/v1/status") as response:
                         said.append((await response.json())["sessions"])
-        except SystemExit:
+        except BaseException:
             for node in nodes:
                 print((node.folder / f"{node.name}.log").read_text()[-4000:], file=sys.stderr)
             raise
         finally:
             for node in nodes:
                 node.end()
-    return summary(label, [turn for turns in found for turn in turns], said, took_s)
+    result = summary(label, [turn for turns in found for turn in turns], said, took_s)
+    return result | {"refused_or_cut": sum(session.n_refused for session in sessions)}
 
 
 def summary(label: str, turns: list[Turn], said: list[dict[str, Any]], took_s: float) -> dict[str, Any]:
@@ -334,6 +366,7 @@ def show(results: list[dict[str, Any]]) -> None:
         ("TTFT p50", lambda r: f"{r['ttft_p50_s']:.2f} s"),
         ("TTFT p90", lambda r: f"{r['ttft_p90_s']:.2f} s"),
         ("moves between nodes", lambda r: str(r["node_moves"])),
+        ("refused or cut", lambda r: str(r["refused_or_cut"])),
         ("prompt tokens read", lambda r: str(r["tokens_read"])),
         ("seconds", lambda r: f"{r['took_s']:.0f}"),
     ]
@@ -350,15 +383,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--think", type=float, default=1.0, help="mean seconds between a session's turns")
+    parser.add_argument(
+        "--rest", type=float, default=1.0, help="mean pause after a turn, in times its length"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=("plain", "sessions"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model = ensure_demo_model()
     modes = {
-        "plain": "routing: {performance: false, queue_timeout: 60s}\nkv_share: {enabled: false}\n",
-        "sessions": "routing: {queue_timeout: 60s}\n",
+        "plain": "routing: {performance: false, queue_timeout: 600s}\nkv_share: {enabled: false}\n",
+        "sessions": "routing: {queue_timeout: 600s}\n",
     }
     results = [
         asyncio.run(run(label, extra, model, options))

@@ -6,11 +6,15 @@
 #define VW_IO_H
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <poll.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/sendfile.h>
+#endif
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -105,6 +109,30 @@ static inline int vw_send_all(int fd, const struct iovec *pieces, size_t n_piece
     }
 }
 
+/* A receiver that is woken for every segment spends its time waking: ask for this much at a time. */
+#define VW_WAKE_BYTES ((size_t)256 * 1024)
+#define VW_WAKE_MS 20 /* a link that does not bring VW_WAKE_BYTES in this time is read as it trickles */
+
+static inline void vw_wake_at(int fd, size_t bytes)
+{
+    int value = (int)bytes;
+    (void)setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value); /* only ever saves wake-ups */
+}
+
+/* Waits until `left` bytes, or many, or at least some after VW_WAKE_MS, are there; errors as vw_wait. */
+static inline int vw_wait_bytes(int fd, size_t left, int silence_ms, int64_t deadline_ms)
+{
+    if (silence_ms > VW_WAKE_MS && left > 1) {
+        int err;
+        vw_wake_at(fd, left < VW_WAKE_BYTES ? left : VW_WAKE_BYTES);
+        err = vw_wait(fd, POLLIN, VW_WAKE_MS, deadline_ms);
+        vw_wake_at(fd, 1);
+        if (err != -ETIMEDOUT)
+            return err;
+    }
+    return vw_wait(fd, POLLIN, silence_ms, deadline_ms);
+}
+
 /* Fills the buffer from a socket; the peer closing early is -ECONNRESET. */
 static inline int vw_recv_exact(int fd, uint8_t *into, size_t size, int silence_ms, int64_t deadline_ms,
                                 size_t *done)
@@ -120,7 +148,7 @@ static inline int vw_recv_exact(int fd, uint8_t *into, size_t size, int silence_
                 continue;
             if (err != EAGAIN && err != EWOULDBLOCK)
                 return -err;
-            err = vw_wait(fd, POLLIN, silence_ms, deadline_ms);
+            err = vw_wait_bytes(fd, size - *done, silence_ms, deadline_ms);
             if (err)
                 return err;
             continue;
@@ -150,6 +178,7 @@ static inline int vw_pread_exact(int fd, uint8_t *into, size_t size, int64_t off
     return 0;
 }
 
+/* Writes all of the buffer; a file that takes nothing is -EIO. */
 static inline int vw_pwrite_all(int fd, const uint8_t *from, size_t size, int64_t offset, size_t *done)
 {
     *done = 0;
@@ -165,6 +194,112 @@ static inline int vw_pwrite_all(int fd, const uint8_t *from, size_t size, int64_
         *done += (size_t)n;
     }
     return 0;
+}
+
+/* A part of a file. */
+struct vw_range {
+    int64_t offset;
+    size_t size;
+};
+
+/* How many of the ranges from `first` on follow each other in the file, as one range. */
+static inline size_t vw_joined(const struct vw_range *ranges, size_t n, size_t first, struct vw_range *joined)
+{
+    size_t next = first + 1;
+    *joined = ranges[first];
+    while (next < n && ranges[next].offset == joined->offset + (int64_t)joined->size)
+        joined->size += ranges[next++].size;
+    return next - first;
+}
+
+/* Below this a range is cheaper to copy together with its neighbours than to send by itself. */
+#define VW_SENDFILE_BYTES ((size_t)256 * 1024)
+
+/* Sends a part of a file from the page cache; fd does not block. -EOPNOTSUPP before the first byte: cannot. */
+static inline int vw_send_file(int fd, int file_fd, struct vw_range range, int silence_ms, int64_t deadline_ms,
+                               size_t *done)
+{
+    *done = 0;
+#ifdef __linux__
+    while (*done < range.size) {
+        off_t at = (off_t)(range.offset + (int64_t)*done);
+        ssize_t n = sendfile(fd, file_fd, &at, range.size - *done);
+        if (n == 0)
+            return -ENODATA;
+        if (n < 0) {
+            int err = errno;
+            if (err == EINTR)
+                continue;
+            if ((err == EINVAL || err == ENOSYS) && *done == 0)
+                return -EOPNOTSUPP;
+            if (err != EAGAIN && err != EWOULDBLOCK)
+                return -err;
+            err = vw_wait(fd, POLLOUT, silence_ms, deadline_ms);
+            if (err)
+                return err;
+            continue;
+        }
+        *done += (size_t)n;
+        if (*done < range.size && vw_late(deadline_ms))
+            return -ETIMEDOUT;
+    }
+    return 0;
+#else
+    (void)fd, (void)file_fd, (void)range, (void)silence_ms, (void)deadline_ms;
+    return -EOPNOTSUPP;
+#endif
+}
+
+/* Sends head, the ranges and tail as one stream of bytes. `scratch` holds VW_SENDFILE_BYTES. */
+static inline int vw_send_ranges(int fd, struct iovec head, int file_fd, const struct vw_range *ranges,
+                                 size_t n_ranges, struct iovec tail, uint8_t *scratch, int silence_ms,
+                                 int64_t deadline_ms, size_t *done)
+{
+    /* What waits to be sent by copy: the head, then what was gathered since the last long range. */
+    struct iovec pieces[3] = {head, {scratch, 0}, {NULL, 0}};
+    size_t i = 0, moved;
+    int err, flags = fcntl(fd, F_GETFL);
+    *done = 0;
+    if (flags < 0 || (!(flags & O_NONBLOCK) && fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0))
+        return -errno;
+    while (i < n_ranges) {
+        struct vw_range range;
+        i += vw_joined(ranges, n_ranges, i, &range);
+        if (range.size >= VW_SENDFILE_BYTES) {
+            err = vw_send_all(fd, pieces, 2, silence_ms, deadline_ms, &moved);
+            *done += moved;
+            if (err)
+                return err;
+            pieces[0].iov_len = pieces[1].iov_len = 0;
+            err = vw_send_file(fd, file_fd, range, silence_ms, deadline_ms, &moved);
+            *done += moved;
+            if (err == 0)
+                continue;
+            if (err != -EOPNOTSUPP)
+                return err;
+        }
+        while (range.size) {
+            size_t room = VW_SENDFILE_BYTES - pieces[1].iov_len;
+            size_t part = range.size < room ? range.size : room;
+            err = vw_pread_exact(file_fd, scratch + pieces[1].iov_len, part, range.offset, &moved);
+            if (err)
+                return err;
+            pieces[1].iov_len += part;
+            range.offset += (int64_t)part;
+            range.size -= part;
+            if (pieces[1].iov_len < VW_SENDFILE_BYTES)
+                continue;
+            err = vw_send_all(fd, pieces, 2, silence_ms, deadline_ms, &moved);
+            *done += moved;
+            if (err)
+                return err;
+            pieces[0].iov_len = pieces[1].iov_len = 0;
+        }
+    }
+    pieces[2] = tail;
+    err = vw_send_all(fd, pieces, 3, silence_ms, deadline_ms, &moved);
+    *done += moved;
+    return err;
 }
 
 #endif

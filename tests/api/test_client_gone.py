@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fakes.engine import Conn, FakeEngine, Seen, delta
+from tests.fakes.engine import DONE, Conn, FakeEngine, Seen, delta
 from tests.fakes.node import FakeDispatcher, FakeFacts, route, serving
 from tests.fakes.rawclient import RawClient
 
@@ -50,6 +50,31 @@ async def test_a_client_that_leaves_closes_the_engine_connection_and_gives_the_s
                 if hops:
                     await a.until(lambda: a.results == ["client_gone"])
     assert (a.n_out, b.n_out) == (0, 0)
+
+
+async def said_it_all(conn: Conn, seen: Seen) -> None:
+    conn.stream_head()
+    conn.chunk(delta("x") + DONE)
+    await conn.closed.wait()  # the end of the body has not come yet
+
+
+@pytest.mark.parametrize("how", ["leave", "reset"])
+@pytest.mark.parametrize("hops", [0, 1])
+async def test_a_client_that_leaves_at_the_end_marker_had_its_whole_answer(how, hops):
+    async with FakeEngine(said_it_all) as engine:
+        b = FakeDispatcher([route("b", engine.url)])
+        async with serving(b, facts=FakeFacts("b")) as api_b:
+            a = FakeDispatcher([route("b", api_b.url, backend="", slot=None)])
+            async with serving(a, facts=FakeFacts("a")) as api_a:
+                async with RawClient((api_a if hops else api_b).port) as client:
+                    client.post(CHAT, {"model": "m", "stream": True})
+                    await client.head()
+                    await client.chunk()
+                    getattr(client, how)()
+                    await engine.until(lambda: engine.n_left_early == 1)
+                await b.until(lambda: b.results == ["done"])
+                if hops:
+                    await a.until(lambda: a.results == ["done"])
 
 
 @pytest.mark.parametrize("how", ["leave", "reset"])

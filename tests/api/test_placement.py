@@ -96,7 +96,7 @@ async def get(port: int, target: str) -> tuple[int, dict]:
 async def test_why_tells_of_a_request_and_of_no_other():
     receipts = Receipts()
     question = Question("a", "m", 7, (Candidate("a", 1), Candidate("b", 0)))
-    receipts.add(Ask("0123456789abcdef", "m"), 1.0, 7, question, Choice("a", "entry")).node = "a"
+    receipts.add(Ask("0123456789abcdef", "m"), 1.0, question, Choice("a", "entry")).node = "a"
     routes = Why("a", receipts, Policy()).routes()
     async with serving(FakeDispatcher([]), routes=routes) as api:
         status, body = await get(api.port, "/v1/why/0123456789abcdef")

@@ -304,6 +304,15 @@ async def test_of_two_model_keys_routing_and_engine_take_the_same(api, engine):
     assert (await exchange_json(api, b'{"model":"m","model":"other"}')).status == 404
 
 
+@pytest.mark.parametrize(
+    "raw", [post("Content-Length: 5", body=b"{oops"), post("Content-Length: 2", body=b"{}")]
+)
+async def test_a_request_that_could_not_be_read_is_told_of_under_the_id_its_client_got(api, raw):
+    reply = await exchange(api, raw)
+    assert reply.status == 400
+    assert api.requests.heard == [("invalid_request", reply.value("X-Viiwork-Request"))]
+
+
 async def test_a_client_cannot_name_its_request():
     async with FakeEngine() as engine, serving(FakeDispatcher([route("a", engine.url)])) as api:
         await exchange(api, post(LENGTH, "X-Viiwork-Request: 0123456789abcdef"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from itertools import count
 
 from hypothesis import given, settings
@@ -18,10 +19,10 @@ _numbers = count()
 
 def chain(*words: str, head: str = "tools") -> Chain:
     """One link for the head and one for each message."""
-    links, text = [f"{hash(head) & (1 << 64) - 1:016x}"], head
+    links, text = [sha256(head.encode()).hexdigest()[:16]], head
     for word in words:
         text += "|" + word
-        links.append(f"{hash(text) & (1 << 64) - 1:016x}")
+        links.append(sha256(text.encode()).hexdigest()[:16])
     return Chain(tuple(links), tuple(len(head) + 100 * n for n in range(len(links))))
 
 
@@ -158,8 +159,29 @@ def test_an_edit_under_a_key_stays_in_its_conversation():
     chat = bed.turn(ask("a", key=KEY))
     bed.turn(ask("a", "b", "c", key=KEY))
     bed.turn(ask("a", "b", "c", "d", "e", key=KEY))
-    assert bed.turn(ask("a", "b", "c", "D", "E", "F", "G", key=KEY)) == Identity(chat.session, "fork")
-    assert bed.turn(ask("a", "B", key=KEY)) == Identity(chat.session, "compaction")
+    longer = bed.turn(ask("a", "b", "c", "D", "E", "F", "G", key=KEY))
+    assert (longer.session, longer.kind, longer.parent) == (chat.session, "fork", chat.session)
+    shorter = bed.turn(ask("a", "B", key=KEY))
+    assert (shorter.session, shorter.kind) == (chat.session, "compaction")
+
+
+def test_a_fork_knows_how_much_of_its_parents_state_is_still_right():
+    bed = Bed()
+    bed.turn(ask("a"))
+    bed.turn(ask("a", "b", "c"))  # 50 tokens for 305 bytes
+    assert bed.turn(ask("a", "B", "C")).shared_tokens == 50 * 105 // 305
+    tip = ask("x", "y", "z")
+    bed.hear([held(tip, "77" * 16, 5, n_tokens=70)])
+    assert bed.turn(ask("x", "y", "z")).shared_tokens == 70
+
+
+def test_a_forked_conversation_its_entry_node_names_knows_its_parent_here():
+    bed = Bed()
+    parent = bed.turn(ask("a"))
+    bed.turn(ask("a", "b", "c"))
+    one = Ask("1", "m", session="12" * 16, chain=chain("a", "B"), forwarded_by="b")
+    found = bed.turn(one)
+    assert (found.session, found.kind, found.parent) == ("12" * 16, "new", parent.session)
 
 
 def test_an_edit_without_a_key_is_a_new_conversation_that_knows_its_parent():

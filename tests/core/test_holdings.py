@@ -52,6 +52,14 @@ def test_a_session_whose_tip_is_not_in_the_chain_is_good_for_the_head_alone():
     assert held_by_peers(ask(session=None), compacted) == {}
 
 
+def test_of_a_forks_parent_the_part_before_the_fork_counts():
+    parents = peers(
+        b=(holding(T, tip="f" * 16, n_tokens=30_000),), c=(holding(T, tip="f" * 16, n_tokens=900),)
+    )
+    found = held_by_peers(ask(parent=T, shared_tokens=2500), parents)
+    assert found == {"b": Held(2500, "slot"), "c": Held(900, "slot")}
+
+
 def test_without_a_chain_the_session_is_all_there_is_to_go_by():
     assert held_by_peers(ask(chain=None), peers(b=(holding(),))) == {"b": Held(900, "slot")}
     unknown = peers(b=(holding(tip="", where="replica"),))

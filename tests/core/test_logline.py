@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
+
+import aiohttp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from viiwork.core.logline import line, parse
+from viiwork.core.logline import fault, line, parse
 from viiwork.limits import LOG_VALUE_MAX_CHARS
 
 texts = st.text(st.characters(), max_size=LOG_VALUE_MAX_CHARS)
@@ -33,3 +37,18 @@ def test_free_text_after_the_fields_is_kept_apart():
         {"request": "ab"},
         "it broke: a=b",
     )
+
+
+def test_a_connection_that_failed_is_told_in_the_systems_words():
+    words = os.strerror(errno.ECONNREFUSED)
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('10.0.0.1', 8086)")
+    where = aiohttp.client_reqrep.ConnectionKey("10.0.0.1", 8086, False, True, None, None, None)
+    assert fault(aiohttp.ClientConnectorError(where, refused)) == f"10.0.0.1:8086: {words}"
+    assert fault(refused) == words
+    assert fault(OSError(errno.EHOSTUNREACH, "odd")) == os.strerror(errno.EHOSTUNREACH)
+
+
+def test_other_faults_are_told_in_their_own_words():
+    assert fault(ValueError("no")) == "no"
+    assert fault(ValueError()) == "ValueError"
+    assert fault(ConnectionError("gone")) == "gone"

@@ -42,6 +42,19 @@ def test_a_queue_of_no_length_refuses_at_once_and_remembers_nothing():
     assert queue.depth("m") == 0
 
 
+def test_one_that_comes_back_gets_its_place_back_even_in_a_queue_that_filled_up_meanwhile():
+    queue = WaitQueue(3)
+    queue.enter(Ask("older", "m"), 0.0, 20.0)
+    back = queue.enter(Ask("back", "m"), 1.0, 20.0)
+    queue.enter(Ask("younger", "m"), 2.0, 20.0)
+    queue.leave(back)
+    queue.enter(Ask("youngest", "m"), 3.0, 20.0)
+    queue.enter(Ask("back", "m"), 4.0, 17.0, earlier_s=2.0, arrived_at=1.0)
+    with pytest.raises(QueueFull):
+        queue.enter(Ask("new", "m"), 4.0, 20.0)
+    assert names(queue, lambda w: True) == ["older", "back", "younger", "youngest"]
+
+
 def test_leaving_twice_does_no_harm():
     queue = WaitQueue(1)
     waiter = queue.enter(Ask("a", "m"), 0.0, 20.0)

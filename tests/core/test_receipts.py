@@ -19,7 +19,7 @@ HERE = Choice("a", "entry")
 def test_of_old_requests_nothing_is_kept():
     receipts = Receipts(limit=2)
     for number in range(3):
-        receipts.add(ask(number), 1.0, 7, QUESTION, HERE)
+        receipts.add(ask(number), 1.0, QUESTION, HERE)
     assert len(receipts) == 2 and receipts.get(ask(0).request_id) is None
     assert receipts.get(ask(2).request_id) is not None
 
@@ -27,7 +27,7 @@ def test_of_old_requests_nothing_is_kept():
 def test_of_many_decisions_about_one_request_the_first_and_the_newest_are_kept():
     receipts = Receipts()
     for n in range(9):
-        receipts.add(ask(), float(n), 7, QUESTION, HERE)
+        receipts.add(ask(), float(n), QUESTION, HERE)
     receipt = receipts.get(ask().request_id)
     assert [step.at for step in receipt.steps] == [
         0.0,
@@ -38,7 +38,7 @@ def test_of_many_decisions_about_one_request_the_first_and_the_newest_are_kept()
 def test_each_try_gets_its_own_end():
     receipts = Receipts()
     for _ in range(2):
-        receipts.add(ask(), 1.0, 7, QUESTION, HERE).node = "a"
+        receipts.add(ask(), 1.0, QUESTION, HERE).node = "a"
     first, second = Outcome("unreachable"), Outcome("done", 200)
     receipts.ended(Grant(ask(), "a", "http://e"), first)
     receipts.ended(Grant(ask(), "a", "http://e"), second)
@@ -53,13 +53,13 @@ def test_a_receipt_tells_what_was_expected_and_what_came():
         Candidate("b", 0, rtt_ms=1.0),
     )
     question = Question("a", "m", 1000, candidates, session="5" * 32)
-    step = receipts.add(ask(), 10.0, 1234, question, Choice("a", "warm"))
-    assert receipt_json("a", Policy(), receipts.get(ask().request_id))["state"] == "waiting"
+    step = receipts.add(ask(), 10.0, question, Choice("a", "warm"))
+    assert receipt_json("a", Policy(), receipts.get(ask().request_id), 1234)["state"] == "waiting"
     step.node, step.backend, step.queued_ms = "a", "m/0", 12.0
-    assert receipt_json("a", Policy(), receipts.get(ask().request_id))["state"] == "running"
+    assert receipt_json("a", Policy(), receipts.get(ask().request_id), 1234)["state"] == "running"
     outcome = Outcome("done", 200, 0.35, True, 2.0, Usage(700, 300, 9))
-    receipts.ended(Grant(ask(), "a", "http://e", "m/0"), outcome)
-    assert receipt_json("a", Policy(), receipts.get(ask().request_id)) == {
+    receipts.ended(Grant(ask(), "a", "http://e", "m/0", queued_s=0.5), outcome)
+    assert receipt_json("a", Policy(), receipts.get(ask().request_id), 1234) == {
         "request": ask().request_id,
         "node": "a",
         "model": "m",
@@ -71,7 +71,7 @@ def test_a_receipt_tells_what_was_expected_and_what_came():
             {
                 "after_ms": 0.0,
                 "took": "a",
-                "queued_ms": 12.0,
+                "queued_ms": 500.0,
                 "backend": "m/0",
                 "rule": "warm",
                 "prompt_tokens_estimated": 1000,
@@ -104,7 +104,7 @@ def test_a_receipt_tells_what_was_expected_and_what_came():
 
 def test_the_time_of_a_plain_answer_is_not_called_its_time_to_first_token():
     receipts = Receipts()
-    receipts.add(ask(), 1.0, 7, QUESTION, HERE).node = "a"
+    receipts.add(ask(), 1.0, QUESTION, HERE).node = "a"
     receipts.ended(Grant(ask(), "a", "http://e"), Outcome("done", 200, 2.0, streamed=False))
-    (step,) = receipt_json("a", Policy(), receipts.get(ask().request_id))["decisions"]
+    (step,) = receipt_json("a", Policy(), receipts.get(ask().request_id), 1234)["decisions"]
     assert step["answer_ms"] == 2000.0 and "ttft_ms" not in step

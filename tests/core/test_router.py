@@ -299,3 +299,24 @@ def test_a_request_goes_only_where_there_is_a_slot_or_a_peer_with_room(local, pe
             assert not any(f and fresh and s and n not in exclude for n, (f, fresh, s) in peers.items())
         case Refuse():
             assert local is None and not peers
+
+
+def test_a_forward_that_ends_frees_its_slot_before_the_next_report():
+    v = view(local=0, peers={"b": 1}, asked_at=NOW - 2)
+    number = v.peers.forward_started("b", "m", NOW - 1)
+    report(v.peers, "b", 0, NOW - 0.5)
+    assert isinstance(choose(v, ask(), NOW), Wait)
+    v.peers.forward_ended("b", number)
+    assert choose(v, ask(), NOW) == Forward("b")
+    v.peers.forward_started("b", "m", NOW)
+    assert isinstance(choose(v, ask(), NOW), Wait)
+
+
+def test_forwards_that_end_never_free_more_slots_than_a_peer_has():
+    v = view(local=0, peers={"b": 1}, asked_at=NOW - 2)
+    numbers = [v.peers.forward_started("b", "m", NOW - 1.5) for _ in range(3)]
+    report(v.peers, "b", 1, NOW - 0.5)
+    for number in numbers:
+        v.peers.forward_ended("b", number)
+    (peer,) = v.peers.candidates("m", NOW)
+    assert peer.free == 1

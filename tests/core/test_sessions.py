@@ -155,6 +155,20 @@ def test_a_ram_cache_that_never_gives_anything_back_is_believed_no_more():
     assert where(table, "u") is None
 
 
+def test_a_slot_tells_whether_its_last_content_is_expected_in_ram():
+    table = cached_table()
+    ran(table, "s")
+    assert not table.replaces(SLOT)
+    table.taken(SLOT, T)
+    assert table.replaces(SLOT)
+    table.taken(SLOT, None)
+    assert not table.replaces(SLOT)
+    plain = SessionTable()
+    ran(plain, "s")
+    plain.taken(SLOT, T)
+    assert not plain.replaces(SLOT)
+
+
 def test_a_restarted_engine_has_an_empty_ram_cache():
     table = cached_table()
     ran(table, "s")
@@ -257,6 +271,33 @@ def test_a_conversation_is_given_the_slot_that_holds_its_beginning_whosever_it_i
     assert found == SLOT
     other = best(table, slots(("m/0", 2)), session="fork", chain=Chain(("00" * 8, "bb" * 8), (0, 1)))
     assert other == OTHER
+
+
+def test_where_the_engine_copies_idle_slots_a_fork_leaves_its_parents_slot_alone():
+    table = cached_table(10_000)
+    tip = "aa" * 8
+    chain = Chain(("00" * 8, tip, "bb" * 8), (0, 1, 2))
+    table.ran_here(("parent", "m"), Binding("a", SLOT, 5000, 1, tip))
+    two = slots(("m/1", 2), ("m/0", 2))
+    assert best(table, two, session="fork", chain=chain) == OTHER
+    two.lease(OTHER)
+    assert best(table, two, session="fork", chain=chain) == SLOT
+
+
+def test_a_fork_at_an_older_turn_goes_to_its_parents_backend():
+    table = cached_table(10_000)
+    table.ran_here(("parent", "m"), Binding("a", SLOT, 5000, 1, "aa" * 8))
+    two = slots(("m/1", 3), ("m/0", 2))
+    assert best(table, two, session="fork", parent="parent") == OTHER
+    assert best(table, two, session="stranger") == SlotRef("m/1", 0)
+
+
+def test_a_slot_that_is_built_upon_leaves_no_copy_of_what_it_held_in_ram():
+    table = cached_table(10_000)
+    tip = "aa" * 8
+    table.ran_here(("parent", "m"), Binding("a", SLOT, 100, 1, tip))
+    table.taken(SLOT, ("fork", "m"), ("00" * 8, tip, "bb" * 8))
+    assert where(table, "parent") is None and table._ram["m/0"].n_tokens == 0
 
 
 def test_a_generation_is_newer_than_what_peers_hold_but_not_than_any_lie():

@@ -1,6 +1,7 @@
 """A stand-in for llama-server that answers chats: takes its command line, does what a request's body says.
 
-`hold_s` in the body delays the answer, `max_tokens` chunks of a stream come 10 ms apart. `GET /seen` lists
+`hold_s` in the body delays the answer, `max_tokens` chunks of a stream come 10 ms apart, `told` are the
+token counts at its end. `GET /seen` lists
 the chats that came in. With CHAT_ENGINE_LIES=1 it reports its busy slots up to two seconds late, and at times
 more of them than it has. A question named in CHAT_ENGINE_LOSES is taken and never begun. While the file of
 CHAT_ENGINE_DEAD is there no token is computed, though all else is answered; SIGTERM is ignored.
@@ -75,7 +76,7 @@ class Engine:
         try:
             await asyncio.sleep(body.get("hold_s", 0))
             if body.get("stream"):
-                return await self.stream(request, body.get("max_tokens", 3))
+                return await self.stream(request, body.get("max_tokens", 3), body.get("told"))
             return web.json_response(
                 {
                     "object": "chat.completion",
@@ -87,12 +88,15 @@ class Engine:
             self.busy.discard(slot)
             self.changed()
 
-    async def stream(self, request: web.Request, n_chunks: int) -> web.StreamResponse:
+    async def stream(self, request: web.Request, n_chunks: int, told: object) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         for _ in range(n_chunks):
             await answer.write(b'data: {"choices":[{"index":0,"delta":{"content":"tok "}}]}\n\n')
             await asyncio.sleep(0.01)
+        if told is not None:
+            last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": told}
+            await answer.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await answer.write(b"data: [DONE]\n\n")
         return answer
 

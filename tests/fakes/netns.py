@@ -16,13 +16,15 @@ def ip(*words: str) -> None:
 class Lan:
     """`n` machines at PREFIX.2, PREFIX.3, ...; this process is at PREFIX.1 and reaches all of them.
 
-    IPv4 with a prefix such as "10.78.9", IPv6 only with one such as "fd78:9:".
+    IPv4 with a prefix such as "10.78.9", IPv6 only with one such as "fd78:9:". Without one it is some private
+    IPv4 network, so that two of them can be up at once.
     """
 
-    def __init__(self, n: int, prefix: str = "10.78.9", *, default_route: bool = True) -> None:
+    def __init__(self, n: int, prefix: str = "", *, default_route: bool = True) -> None:
         self._tag = uuid.uuid4().hex[:6]
+        prefix = prefix or f"10.{64 + int(self._tag[:2], 16) // 2}.{int(self._tag[2:4], 16)}"
         self._is_v6 = ":" in prefix
-        self._prefix = prefix
+        self.prefix = prefix
         self._default_route = default_route
         self.bridge = f"vwbr{self._tag}"
         self.names = [f"vw{self._tag}{i}" for i in range(n)]
@@ -95,7 +97,7 @@ class Lan:
         return ("nodad",) if self._is_v6 else ()
 
     def _address(self, number: int) -> str:
-        return f"{self._prefix}:{number}" if self._is_v6 else f"{self._prefix}.{number}"
+        return f"{self.prefix}:{number}" if self._is_v6 else f"{self.prefix}.{number}"
 
     def _with_length(self, number: int) -> str:
         return f"{self._address(number)}/{'64' if self._is_v6 else '24'}"

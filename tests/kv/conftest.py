@@ -14,7 +14,7 @@ import pytest
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveGrant, SendJob
 from viiwork.wire.channel import mesh_key
-from viiwork.wire.savefile import SaveInfo, parse
+from viiwork.wire.whole_file import SaveInfo, parse
 
 KEY = mesh_key("a secret")
 MODEL = b"m" * 32

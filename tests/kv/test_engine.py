@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from viiwork.errors import KvError
-from viiwork.wire.savefile import Layout
+from viiwork.wire.whole_file import Layout
 
 pytestmark = pytest.mark.engine
 

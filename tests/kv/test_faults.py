@@ -20,7 +20,7 @@ import pytest
 
 from viiwork.errors import KvError
 from viiwork.wire.channel import Initiator, mesh_key
-from viiwork.wire.savefile import Layout
+from viiwork.wire.whole_file import Layout
 
 Hook = Callable[[int, bytearray], bytearray | None]
 

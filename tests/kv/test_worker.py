@@ -14,7 +14,7 @@ from viiwork.errors import KvError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.render import PARALLEL_FROM_CHUNKS
 from viiwork.limits import KV_CHUNK_BYTES, KV_JOBS_MAX
-from viiwork.wire.savefile import Layout
+from viiwork.wire.whole_file import Layout
 
 
 async def move(kit: Any, a: Any, b: Any, path: Path, data: bytes, *, grant: Any = None, **job: Any) -> Any:

@@ -272,7 +272,7 @@ async def test_a_report_that_did_not_change_is_not_decoded_again_and_counts_as_n
     await heard.until(lambda _: len(heard.items) >= 3)
     assert len(decoded) == 1 and heard.items[2][2] > heard.items[0][2]
     busy[0] = 3
-    await poller.ask_now(30.0)
+    await poller.ask_now(30.0, 0.0)
     await heard.until(lambda item: item[1].models[0].busy == 3)
     assert len(decoded) == 2
 
@@ -404,10 +404,12 @@ async def test_who_asks_now_gets_answers_to_questions_put_after_that(heard, serv
     try:
         told(p, "joined", await serve(answer))
         await heard.until(lambda _: len(heard.items) == 1)
-        await p.ask_now(30.0)
+        await p.ask_now(30.0, 0.0)
         assert [item[1].models[0].busy for item in heard.items] == [1, 2]
-        await asyncio.gather(p.ask_now(30.0), p.ask_now(30.0))
+        await asyncio.gather(p.ask_now(30.0, 0.0), p.ask_now(30.0, 0.0))
         assert n == 3
+        await p.ask_now(30.0, 3600.0)
+        assert n == 3, "who was asked a moment ago is not asked again"
     finally:
         await p.stop()
         await peer.stop()
@@ -422,7 +424,7 @@ async def test_asking_now_does_not_wait_for_a_hung_member(heard, serve):
     p = CapacityPoller(peer, interval_s=60.0, on_report=heard)
     try:
         told(p, "joined", await serve(hang))
-        await p.ask_now(0.01)
+        await p.ask_now(0.01, 0.0)
         assert heard.items == []
     finally:
         await p.stop()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from viiwork.limits import HURRY_MEMBERS, HURRY_S, JOINS_AT_ONCE, MISSING_S
+from viiwork.limits import HURRY_MEMBERS, HURRY_S, JOINS_AT_ONCE, MISSING_S, YOUNG_INTERVAL_S, YOUNG_S
 from viiwork.mesh import rejoin
 from viiwork.mesh.rejoin import Rejoiner, departed, seeds
 
@@ -49,6 +49,30 @@ async def test_a_node_finds_its_seed_when_the_seed_comes_later(start_node):
     rejoiner.start()
     await start_node("a", "127.0.0.1", port=port)
     await b.heard.event("joined", "a")
+    await rejoiner.stop()
+
+
+async def test_nodes_that_start_together_meet_although_the_first_round_was_too_early(start_node):
+    first = await start_node("a", "127.0.0.1")
+    seed, port = first.gossip, first.membership.local().gossip_port
+    await first.membership.stop()
+    b = await start_node("b", "127.0.0.2")
+    rejoiner = Rejoiner(b.membership, {"seeds": seeds([seed])}, interval_s=3600)
+    rejoiner.start()
+    await start_node("a", "127.0.0.1", port=port)
+    await b.heard.event("joined", "a")
+    await rejoiner.stop()
+
+
+async def test_after_its_first_minute_a_node_keeps_to_the_usual_interval(make_member):
+    now = [5.0]
+    rejoiner = Rejoiner(
+        FakeMembership([make_member("a", "127.0.0.1", 1)]), {}, interval_s=60, now=lambda: now[0]
+    )
+    rejoiner.start()
+    assert rejoiner._pause_s() == YOUNG_INTERVAL_S
+    now[0] += YOUNG_S
+    assert rejoiner._pause_s() == 60
     await rejoiner.stop()
 
 

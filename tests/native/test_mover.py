@@ -47,6 +47,17 @@ class Twin:
                     raise TimeoutError(errno.ETIMEDOUT, "too late")
 
     @classmethod
+    def send_ranges(
+        cls, fd: int, head: Any, file: int, ranges: Any, tail: Any, silence_ms: int, deadline: float
+    ) -> None:
+        payload = bytearray(sum(size for _, size in ranges))
+        at = 0
+        for offset, size in ranges:
+            cls.pread_exact(file, memoryview(payload)[at : at + size], offset)
+            at += size
+        cls.send_all(fd, head, payload, tail, silence_ms, deadline)
+
+    @classmethod
     def recv_exact(cls, fd: int, into: Any, silence_ms: int, deadline: float) -> None:
         left = memoryview(into)
         sock = socket.socket(fileno=os.dup(fd))
@@ -121,6 +132,87 @@ def test_pieces_arrive_as_one_run_of_bytes(impl: Any, pair: Any, sizes: tuple[in
     impl.send_all(near.fileno(), head, payload, tail, 5000, -1.0)
     receive()
     assert got == head + payload + tail
+
+
+K = 1024
+LONG = 256 * K  # from here on a range is sent straight from the page cache
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [],
+        [(0, 0)],
+        [(3, 5)],
+        [(0, LONG)],
+        [(7, LONG + 1), (0, 10), (10, 10), (2 * LONG, LONG)],
+        [(5, LONG // 2), (5 + LONG // 2, LONG), (1, 1)],
+        [(3 * i, LONG - 1) for i in range(6)],
+        [(LONG, 5 * LONG), (0, 1)],
+    ],
+    ids=str,
+)
+def test_ranges_of_a_file_arrive_between_head_and_tail(
+    impl: Any, pair: Any, tmp_path: Path, ranges: list[tuple[int, int]]
+) -> None:
+    near, far = pair
+    data = os.urandom(7 * LONG)
+    (tmp_path / "file").write_bytes(data)
+    wanted = b"head" + b"".join(data[offset : offset + size] for offset, size in ranges) + b"tail"
+    got = bytearray(len(wanted))
+    receive = in_thread(lambda: impl.recv_exact(far.fileno(), got, 5000, -1.0))
+    with (tmp_path / "file").open("rb") as file:
+        impl.send_ranges(near.fileno(), b"head", file.fileno(), ranges, b"tail", 5000, -1.0)
+    receive()
+    assert got == wanted
+
+
+@pytest.mark.parametrize("size", [10, 2 * LONG])
+def test_a_file_that_ends_within_a_range_is_no_data(impl: Any, pair: Any, tmp_path: Path, size: int) -> None:
+    (tmp_path / "file").write_bytes(bytes(size - 1))
+    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError) as caught:
+        drain = in_thread(lambda: list(iter(lambda: pair[1].recv(LONG), b"")))
+        try:
+            impl.send_ranges(pair[0].fileno(), b"h", file.fileno(), [(0, size)], b"t", 5000, -1.0)
+        finally:
+            pair[0].close()
+            drain()
+    assert caught.value.errno == errno.ENODATA
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_sending_a_file_to_a_peer_that_does_not_read_times_out(
+    impl: Any, pair: Any, tmp_path: Path, blocking: bool
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(64 * LONG))
+    pair[0].setblocking(blocking)
+    with (tmp_path / "file").open("rb") as file, pytest.raises(TimeoutError):
+        impl.send_ranges(pair[0].fileno(), b"", file.fileno(), [(0, 64 * LONG)], b"", 30, -1.0)
+
+
+def test_a_link_that_trickles_is_read_as_it_trickles(pair: Any) -> None:
+    near, far = pair
+    got = bytearray(20)
+    receive = in_thread(lambda: mover.recv_exact(far.fileno(), got, 10_000, -1.0))
+    for byte in range(20):
+        near.send(bytes([byte]))
+        time.sleep(0.003)
+    receive()
+    assert got == bytes(range(20))
+
+
+def test_a_long_receive_leaves_the_socket_to_wake_at_the_next_byte() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    with near, far:
+        size = 8 * LONG
+        receive = in_thread(lambda: mover.recv_exact(far.fileno(), bytearray(size), 5000, -1.0))
+        for start in range(0, size, LONG):
+            near.sendall(bytes(LONG))
+            time.sleep(0.002 * (start == 0))
+        receive()
+        assert far.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
 def test_receiving_from_a_silent_peer_times_out(impl: Any, pair: Any) -> None:

@@ -35,7 +35,7 @@ from viiwork.node.kv_stats import KvStats
 from viiwork.node.listeners import Listeners
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, encode_offer
-from viiwork.wire.savefile import SaveInfo, parse
+from viiwork.wire.whole_file import SaveInfo, parse
 
 IDENTITY = KvIdentity("b" * 64, "4:abc", "f16", "f16", False, 1 << 22)
 MODEL_FP = bytes.fromhex("b" * 64)

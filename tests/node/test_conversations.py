@@ -45,6 +45,17 @@ def goes_on(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return messages
 
 
+async def hears(http: aiohttp.ClientSession, node: NodeProcess, peer: NodeProcess) -> None:
+    """Wait until `node` has a report of `peer` that is younger than this call."""
+    since = asyncio.get_running_loop().time()
+    while True:
+        body = await node.get(http, "/v1/fleet/capacity?model=small")
+        age_ms = next(h["age_ms"] for h in body["models"][0]["hosts"] if h["node"] == peer.name)
+        if age_ms < (asyncio.get_running_loop().time() - since) * 1000:
+            return
+        await asyncio.sleep(0.05)
+
+
 @pytest.mark.parametrize("header", [{}, {"X-Session-Id": "mine"}], ids=["no header", "with a header"])
 async def test_a_conversation_finds_its_home_whichever_node_it_enters_by(
     pair: Pair, http: aiohttp.ClientSession, header: dict[str, str]
@@ -53,6 +64,8 @@ async def test_a_conversation_finds_its_home_whichever_node_it_enters_by(
     chat = opening()
     first = await turn(http, a, chat, **header)
     for entry in (b, a, b, b):
+        await hears(http, b, a)
+        await hears(http, a, b)
         held = first["cache_n"] + first["prompt_n"]
         then = await turn(http, entry, goes_on(chat), **header)
         assert then["node"] == first["node"] and then["cache_n"] >= 0.9 * held
@@ -93,6 +106,7 @@ async def test_agents_without_a_header_that_begin_with_the_same_words_stay_apart
     other.append({"role": "user", "content": words(12)})
     for chat in (one, other):
         assert (await turn(http, a, chat))["cache_n"] > 150
+        await hears(http, b, a)  # asked at once as well, but a busy machine may answer too late
         assert (await turn(http, b, goes_on(chat)))["cache_n"] > 150
     after = (await a.status(http))["sessions"]
     assert after["new"] + after["forks"] - before["new"] - before["forks"] == 2

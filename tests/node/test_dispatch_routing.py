@@ -278,7 +278,7 @@ async def test_unanswered_requests_at_a_peer_that_left_or_fell_silent_are_lost()
     grants["d"].answered = True
     bed.clock.now += 9.0
     peer(bed, "c", 1)
-    bed.d.peers.remove("b")
+    bed.d.node_died("b")
     assert bed.d.lost_forwards(10.0) == [grants["b"].ask.request_id]
     bed.clock.now += 9.5
     assert bed.d.lost_forwards(10.0) == [grants["b"].ask.request_id]
@@ -295,7 +295,7 @@ async def test_a_peer_that_took_its_leave_may_end_what_it_runs_but_not_for_ever(
     grant = await bed.d.acquire(Ask("1", "m"))
     bed.d.node_left("b")
     bed.clock.now += 60.0
-    assert bed.d.lost_forwards(5.0) == [] and not bed.d.peers.knows("m")
+    assert bed.d.lost_forwards(5.0) == [] and not bed.d.is_served("m")
     bed.clock.now += 61.0
     assert bed.d.lost_forwards(5.0) == ["1"]
     bed.d.finish(grant, Outcome("stalled"))
@@ -347,3 +347,24 @@ async def test_while_nobody_has_room_a_wake_asks_for_one_waiter_only():
         task.cancel()
     await asyncio.wait(tasks)
     bed.d.finish(running, DONE)
+
+
+async def test_a_request_that_comes_back_from_a_lost_node_stands_before_all_that_came_later():
+    bed = Bed()
+    peer(bed, "b", 1, None)
+    bed.clock.now += 0.1
+    running = await bed.d.acquire(Ask("running", "m"))
+    lost = await bed.d.acquire(Ask("lost", "m"))
+    assert (running.node, lost.node) == ("a", "b")
+    bed.clock.now += 0.1
+    later = await queued(bed, Ask("later", "m"))
+    bed.clock.now += 4.0
+    bed.d.finish(lost, Outcome("stalled", duration_s=4.1))
+    again = asyncio.create_task(bed.d.acquire(Ask("lost", "m"), ["b"]))
+    while bed.d.queue.depth("m") < 2 and not again.done():
+        await asyncio.sleep(0)
+    bed.d.finish(running, DONE)
+    first = await again
+    assert first.node == "a" and not later.done()
+    bed.d.finish(first, DONE)
+    bed.d.finish(await later, DONE)

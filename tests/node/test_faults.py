@@ -30,10 +30,11 @@ def long_answer(model: str = "small", *, stream: bool = True) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def streaming(
-    http: aiohttp.ClientSession, node: NodeProcess, model: str = "small"
+    http: aiohttp.ClientSession, node: NodeProcess, model: str = "small", on: str = ""
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """A stream that has begun: its first token is there."""
-    async with http.post(f"{node.api}/v1/chat/completions", json=long_answer(model)) as response:
+    url = f"{node.api}/v1/chat/completions?host={on}"
+    async with http.post(url, json=long_answer(model)) as response:
         assert response.status == 200
         while b'"content":"' not in await response.content.readany():
             pass
@@ -61,7 +62,7 @@ async def test_an_engine_killed_mid_stream_is_an_error_for_its_client_and_comes_
 ):
     a, _ = pair
     await a.until_idle(http, 30)
-    async with streaming(http, a) as response:
+    async with streaming(http, a, on="a") as response:
         await a.status(http)
         os.kill(a.engine_pids()["small/0"], signal.SIGKILL)
         assert_not_complete(*await rest_of(response))
@@ -122,7 +123,8 @@ async def test_a_client_that_leaves_frees_the_engines_slot_and_every_count(
     body = long_answer(model, stream=stream)
     if stream and not after_first_token:
         body["messages"] = opening(150)  # a second or two of prefill, in one batch that nothing interrupts
-    response = asyncio.create_task(http.post(f"{a.api}/v1/chat/completions", json=body))
+    url = f"{a.api}/v1/chat/completions?host={runs.name}"  # a conversation of nobody may run on either
+    response = asyncio.create_task(http.post(url, json=body))
     await runs.until(http, "busy", lambda s: any(m["busy"] for m in s["models"] if m["name"] == model), 20)
     if stream:  # the engine sends the head of a stream at once
         answer = await response

@@ -12,57 +12,37 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.fakes.netns import Lan
+
 from .nodes import NodeProcess, model_entry
 from .test_two_nodes import chat, opening
 
 pytestmark = [pytest.mark.netns, pytest.mark.engine]
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
-def lan() -> Iterator[tuple[str, str]]:
-    """Two namespaces at 10.78.9.2 and 10.78.9.3; this process reaches both from 10.78.9.1."""
-    tag = uuid.uuid4().hex[:6]
-    bridge, names = f"vwbr{tag}", (f"vw{tag}a", f"vw{tag}b")
-    try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("addr", "add", "10.78.9.1/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for number, name in enumerate(names, 2):
-            ip("netns", "add", name)
-            ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", name, "master", bridge, "up")
-            ip("-n", name, "addr", "add", f"10.78.9.{number}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "route", "add", "default", "via", "10.78.9.1")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+def lan() -> Iterator[Lan]:
+    with Lan(2) as lan:
+        yield lan
 
 
 async def test_an_open_lan_mesh_finds_its_addresses_forwards_both_ways_and_shares_no_state_unasked(
-    lan: tuple[str, str], tmp_path: Path, smollm2: Path, http: aiohttp.ClientSession
+    lan: Lan, tmp_path: Path, smollm2: Path, http: aiohttp.ClientSession
 ):
     small = model_entry("small", smollm2)
     nodes = []
-    for name, netns, number in (("a", lan[0], 2), ("b", lan[1], 3)):
+    for i, name in enumerate("ab"):
         own = model_entry(f"only-{name}", smollm2, context=512, parallel=1)
         node = NodeProcess(
             name,
-            f"10.78.9.{number}",
+            lan.address(i),
             tmp_path,
             small + own,
-            ("10.78.9.2:7946",) if name == "b" else (),
+            (f"{lan.address(0)}:7946",) if i else (),
             "kv_share: {min_tokens: 64}",
             api_port=8086,
             mesh_port=7946,
-            netns=netns,
+            netns=lan.names[i],
             advertise="",
         )
         nodes.append(node)
@@ -91,12 +71,17 @@ async def test_an_open_lan_mesh_finds_its_addresses_forwards_both_ways_and_share
             node.end()
 
 
-def test_the_demo_tells_its_story_and_leaves_nothing_behind(lan: tuple[str, str], tmp_path: Path):
+def test_the_demo_tells_its_story_and_leaves_nothing_behind(lan: Lan, tmp_path: Path):
     """Run in a namespace of its own, where its fixed ports are free."""
     numbers = tmp_path / "numbers.json"
-    command = [sys.executable, "-m", "viiwork", "demo", "--exit", "--json", str(numbers)]
+    inside = ["ip", "netns", "exec", lan.names[0]]
+    command = [*inside, sys.executable, "-m", "viiwork", "demo", "--exit", "--json", str(numbers)]
     done = subprocess.run(
-        ["ip", "netns", "exec", lan[0], *command], capture_output=True, text=True, timeout=600, check=False
+        ["ip", "netns", "exec", lan.names[0], *command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(numbers.read_text())
@@ -105,5 +90,7 @@ def test_the_demo_tells_its_story_and_leaves_nothing_behind(lan: tuple[str, str]
     assert 2300 <= cold["prompt_tokens"] <= 2700 and cold["reused_share"] < 0.05
     assert warm["reused_share"] >= 0.95
     assert "times sooner" in done.stdout
-    running = subprocess.run(["ip", "netns", "pids", lan[0]], capture_output=True, text=True, check=True)
+    running = subprocess.run(
+        ["ip", "netns", "pids", lan.names[0]], capture_output=True, text=True, check=True
+    )
     assert running.stdout.split() == []

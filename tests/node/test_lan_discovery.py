@@ -144,7 +144,7 @@ async def test_a_node_whose_address_changes_is_met_again_at_the_new_one_without_
             await nodes[2].until_sees(http, "m", 1)
             pid, moved = nodes[2].pid, nodes[2]
             lan.take(2, moved.host)
-            moved.host = "10.78.9.77"
+            moved.host = f"{lan.prefix}.77"
             lan.give(2, moved.host)
             lan.route(2)
             await moved.until(http, "there again", lambda s: s["addr"] == moved.host)
@@ -233,8 +233,10 @@ def tailscaled(path: Path, own: str, peer: str) -> subprocess.Popen[bytes]:
 async def test_a_node_that_finds_something_else_on_a_members_port_says_so(
     tmp_path: Path, http: aiohttp.ClientSession
 ):
-    with Lan(1) as lan, socket.create_server(("10.78.9.1", 7946)):
-        node = lan_node(lan, 0, tmp_path, seeds=("10.78.9.1:7946",))
+    with Lan(1) as lan, socket.create_server((f"{lan.prefix}.1", 7946)):
+        node = lan_node(lan, 0, tmp_path, seeds=(f"{lan.prefix}.1:7946",))
         with running(node):
             status = await node.until(http, "told", lambda s: bool(s["mesh"]["problems"]))
-            assert "10.78.9.1:7946 takes connections but does not answer" in status["mesh"]["problems"][0]
+            assert (
+                f"{lan.prefix}.1:7946 takes connections but does not answer" in status["mesh"]["problems"][0]
+            )

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from viiwork.config.load import LoadedConfig, load_config
-from viiwork.node import node as node_module
+from viiwork.node import backends
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.node import Node
 
@@ -62,7 +62,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing_running(loaded, monkey
         raise LookupError("a bug")
 
     before = children()
-    monkeypatch.setattr(node_module, "machine_facts", machine_facts)
+    monkeypatch.setattr(backends, "machine_facts", machine_facts)
     with pytest.raises(LookupError):
         async with asyncio.timeout(20):
             await Node(loaded).run()

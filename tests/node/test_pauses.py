@@ -46,6 +46,7 @@ async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch, 
         print,
         Aliases("a", AliasStore.open(tmp_path, 0), known=dispatcher.knows, served=dispatcher.is_served),
         address_taken := Addresses(),
+        lambda event: None,
     )
     running = asyncio.create_task(node.run())
     try:
@@ -55,11 +56,12 @@ async def test_a_machine_that_slept_believes_no_report_from_before(monkeypatch, 
         dispatcher.peers.reported(
             "b", PeerReport(CapacityReport("b", "1", (model,)), 100.0, 100.0, 0.1, "b:1")
         )
-        assert dispatcher.peers.offers("m", 100.5)
+        assert list(dispatcher.peers.serving("m", 100.5))
         asleep[0] += 3 * 3600
-        while dispatcher.peers.offers("m", 100.5):
-            await asyncio.sleep(0.01)
-        assert dispatcher.peers.knows("m")
+        async with asyncio.timeout(60):
+            while list(dispatcher.peers.serving("m", 100.5)):
+                await asyncio.sleep(0.01)
+        assert dispatcher.peers.knows("m", asyncio.get_running_loop().time())
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from hashlib import sha256
 
 from viiwork.config.model import RoutingSection, Seconds
 from viiwork.core.capacity import CapacityReport, ModelCapacity, PeerReport
@@ -19,7 +20,7 @@ def links(*words: str) -> Chain:
     made, text = [], ""
     for word in ("head", *words):
         text += "|" + word
-        made.append(f"{hash(text) & (1 << 64) - 1:016x}")
+        made.append(sha256(text.encode()).hexdigest()[:16])
     return Chain(tuple(made), tuple(range(400, 400 + len(made))))
 
 
@@ -212,6 +213,24 @@ async def test_the_middle_of_an_unknown_conversation_makes_the_node_ask_its_peer
     assert node.n_asked == 1
 
 
+async def test_an_edit_without_a_key_goes_to_its_parents_node():
+    home, entry = Node(name="b"), Node(name="a")
+    parent = "12" * 16
+    await home.turn(home.ask("a", session=parent, forwarded_by="c"), prefilled=700)
+    await home.turn(home.ask("a", "1", "2", session=parent, forwarded_by="c"), cached=700)
+    entry.peer("b")
+    await entry.turn(entry.ask("a"), prefilled=700)  # it saw the first turn of a like conversation
+    entry.d.book.reported("b", home.d.book.holdings()[1], entry.now)
+    edited = entry.d.book.identified(entry.ask("a", "1", "2", "3", "4"))
+    assert edited.session == parent
+    fork_ask = entry.ask("a", "1", "2")  # all of it is known, so another agent may have said the same
+    fork = entry.d.book.identified(fork_ask)
+    assert fork.session != parent and fork.parent == parent
+    assert entry.d.book.held(fork)["b"].n_tokens == 800
+    at_home = home.d.book.identified(home.ask("a", "1x", session="34" * 16, forwarded_by="a"))
+    assert at_home.parent == parent and 0 < home.d.book.held(at_home)["b"].n_tokens < 800
+
+
 async def test_a_replica_of_a_peers_conversation_counts_as_held_here():
     node = Node()
     session, tip = "12" * 16, links("a").links[-1]
@@ -255,3 +274,28 @@ async def test_a_peer_that_left_holds_nothing():
     node.d.book.reported("b", (Holding("12" * 16, "m", links("a").links[-1], "", 700, "slot", 5),), 1.0)
     node.d.book.node_gone("b")
     assert node.d.book.held(node.ask("a", "1", "2", session="12" * 16)) == {}
+
+
+async def test_with_one_slot_at_home_the_title_request_runs_elsewhere_at_once_and_the_chat_comes_back():
+    node = Node(slots=1)
+    await node.turn(node.ask("build", key=KEY), prefilled=5000)
+    node.peer("b")
+    running = await node.d.acquire(node.ask("build", "1", "2", key=KEY))
+    title = await node.d.acquire(node.ask("title of build", key=KEY))
+    assert (running.node, title.node) == ("a", "b")
+    node.d.finish(title, Outcome("done", 200, usage=Usage(0, 40, 1)))
+    node.d.finish(running, Outcome("done", 200, usage=Usage(5000, 50, 1)))
+    again = await node.turn(node.ask("build", "1", "2", "3", "4", key=KEY), cached=5050)
+    assert again.node == "a" and node.sessions["moves"]["nodes"] == 0
+
+
+async def test_one_key_on_two_models_is_two_conversations_at_once():
+    node = Node(slots=1)
+    node.d.slots.put_backend("n/0", model="n", url="http://f", n_slots=1, routable=True)
+    one = node.ask("build", key=KEY)
+    two = Ask("other", "n", session_key=KEY, chain=one.chain)
+    first, second = await node.d.acquire(one), await node.d.acquire(two)
+    assert (first.backend, second.backend) == ("m/0", "n/0")
+    assert first.ask.session != second.ask.session
+    node.d.finish(first, Outcome("done", 200))
+    node.d.finish(second, Outcome("done", 200))

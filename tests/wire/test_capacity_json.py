@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from viiwork.config.model import Seconds
 from viiwork.core.capacity import (
     CapacityReport,
     KvIdentity,
@@ -212,6 +214,11 @@ def test_fleet_json_gives_a_stale_host_an_age_and_no_numbers():
             }
         ],
     }
+
+
+def test_fleet_json_can_be_encoded_with_a_fraction_of_a_second_from_the_config():
+    body = fleet_json("a", "", Seconds(2.5), ())
+    assert msgspec.json.decode(msgspec.json.encode(body))["stale_after_s"] == 2.5
 
 
 def test_fleet_json_of_an_unknown_model_is_an_empty_list():

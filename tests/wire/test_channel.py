@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,6 +125,58 @@ def test_no_bit_of_the_handshake_can_be_changed(at: int, bit: int) -> None:
 
 def body_of(frame: Sealed) -> bytearray:
     return bytearray(bytes(frame.payload) + frame.tag)
+
+
+@pytest.mark.parametrize("near_aes", [False, True])
+@pytest.mark.parametrize("far_aes", [False, True])
+def test_aes_is_used_where_both_sides_are_quick_at_it(near_aes: bool, far_aes: bool) -> None:
+    mine = Initiator(KEY, "a", b"1" * 32, encrypt=True, aes=near_aes)
+    other = Responder((KEY,), "b", b"2" * 32, aes=far_aes)
+    proof, near = mine.finish(other.answer(mine.hello(), "a", require_encrypt=True), "b")
+    far = other.finish(proof)
+    assert near.aes == far.aes == (near_aes and far_aes)
+    frame = Sealer(near.send, encrypt=True, aes=near.aes).seal(FrameType.OFFER, b"x")
+    opener = Opener(far.receive, encrypt=True, aes=far.aes)
+    assert opener.open(read_header(frame.header, 0), body_of(frame))[0] == b"x"
+    with pytest.raises(ChannelError):
+        Opener(far.receive, encrypt=True, aes=not far.aes).open(read_header(frame.header, 0), body_of(frame))
+
+
+def test_a_cipher_that_was_not_offered_is_refused() -> None:
+    mine = Initiator(KEY, "a", b"1" * 32, encrypt=True)
+    other = Initiator(KEY, "a", b"1" * 32, encrypt=True, aes=True)
+    answer = Responder((KEY,), "b", b"2" * 32, aes=True).answer(other.hello(), "a", require_encrypt=True)
+    with pytest.raises(ChannelError):
+        mine.finish(answer, "b")
+
+
+def test_a_cipher_for_what_is_not_encrypted_is_no_hello_of_this_version() -> None:
+    hello = bytearray(Initiator(KEY, "a", b"1" * 32, encrypt=False).hello())
+    hello[6] = 2
+    with pytest.raises(ChannelError) as caught:
+        Responder((KEY,), "b", b"2" * 32, aes=True).answer(bytes(hello), "a", require_encrypt=False)
+    assert caught.value.reason == "version"
+
+
+@pytest.mark.parametrize("aes", [False, True])
+def test_a_frame_is_sealed_and_opened_within_buffers_that_are_given(aes: bool) -> None:
+    near, far = shake(encrypt=True)
+    wire, plain = bytearray(100), bytearray(b"." * 80)
+    frame = Sealer(near.send, encrypt=True, aes=aes).seal(FrameType.DATA, b"x" * 60, into=wire)
+    assert bytes(frame.payload) + frame.tag == wire[:76] and wire[76:] == bytes(24)
+    opener = Opener(far.receive, encrypt=True, aes=aes)
+    payload, digest = opener.open(read_header(frame.header, 0), memoryview(wire)[:76], into=plain)
+    assert payload == b"x" * 60 and digest == frame.digest and plain == b"x" * 60 + b"." * 20
+
+
+def test_a_payload_sent_from_where_it_lies_is_proven_by_its_digest() -> None:
+    near, far = shake(encrypt=False)
+    sealer, opener = Sealer(near.send, encrypt=False), Opener(far.receive, encrypt=False)
+    frame = sealer.prove(FrameType.DATA, 5, blake3(b"hello").digest(), 7)
+    assert opener.open(read_header(frame.header, 0), bytearray(b"hello" + frame.tag))[0] == b"hello"
+    frame = sealer.prove(FrameType.DATA, 5, blake3(b"hello").digest(), 7)
+    with pytest.raises(ChannelError):
+        opener.open(read_header(frame.header, 1), bytearray(b"other" + frame.tag))
 
 
 @pytest.mark.parametrize("encrypt", [False, True])

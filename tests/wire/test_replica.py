@@ -21,7 +21,7 @@ from viiwork.wire.replica import (
     unpack_offer,
     unseal,
 )
-from viiwork.wire.savefile import Plane, StateShape
+from viiwork.wire.whole_file import Plane, StateShape
 
 
 def shape(n_layer: int = 2, **changes: Any) -> StateShape:

@@ -113,17 +113,24 @@ class Inference:
         connection = cast(ClientConnection, request.protocol)
         connection.request_id = f"{self._ids.getrandbits(64):016x}"
         body = b""
+        began = time.monotonic()
         try:
-            body = await self._bodies.read(request)
-            if connection.half_closed:
-                raise ClientClosedEarly("the client closed its side before it was answered")
-            connection.needed = True
-            return await self._answer(request, path, body)
+            try:
+                body = await self._bodies.read(request)
+                if connection.half_closed:
+                    raise ClientClosedEarly("the client closed its side before it was answered")
+                connection.needed = True
+                run, path_qs, wanted, body = self._read(request, path, body)
+            except ViiworkError as error:
+                self._requests.unserved(Ask(connection.request_id, model=""), error, began)
+                raise
+            return await self._answer(request, path_qs, body, wanted, run)
         finally:
             connection.needed = False
             self._bodies.free(body)
 
-    async def _answer(self, request: web.BaseRequest, path: str, body: bytes) -> web.StreamResponse:
+    def _read(self, request: web.BaseRequest, path: str, body: bytes) -> tuple[_Run, str, Peek, bytes]:
+        """What is asked for; the body with the model's own name in it."""
         path_qs = path + query_of(request)
         headers = request.headers
         entry = self._origins.forwarded_by(
@@ -155,9 +162,14 @@ class Inference:
             forwarded_by=entry,
             wait_ms=wait_ms(headers.get(WAIT_HEADER, "")) if entry else 0,
         )
-        run = _Run(ClientAnswer(request, path), ask)
+        return _Run(ClientAnswer(request, path), ask), path_qs, wanted, body
+
+    async def _answer(
+        self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, run: _Run
+    ) -> web.StreamResponse:
+        ask = run.ask
         self._running[ask.request_id] = run
-        if wanted.stream and has_stream(path):
+        if wanted.stream and has_stream(run.client.path):
             self._silences.enter(run.client)
         try:
             return await self._route(request, path_qs, body, wanted, run)
@@ -165,7 +177,7 @@ class Inference:
             self._requests.unserved(ask, error, run.since)
             if not run.client.head_sent:
                 raise
-            if entry is not None:
+            if ask.forwarded_by is not None:
                 run.client.cut()  # its entry node has sent nothing but comments either, and tries elsewhere
             else:
                 run.client.fail(error)
@@ -243,11 +255,11 @@ class Inference:
             passed.result, passed.detail = "stalled", run.why
             raise _RouteFailed("stalled", detail=run.why) from None
         except ConnectionError:
-            passed.result, passed.detail = "client_gone", "the client left"
+            passed.client_left()
             return Sent(keep_alive=False)
         except asyncio.CancelledError:
             if cast(ClientConnection, request.protocol).lost:
-                passed.result, passed.detail = "client_gone", "the client left"
+                passed.client_left()
             else:
                 passed.result, passed.detail = "broken", "the node stopped"
             raise

@@ -30,6 +30,11 @@ class Passed:
     usage: Usage | None = None
     detail: str = ""
     keep_alive: bool = False
+    finished: bool = False  # the stream's own end marker was sent
+
+    def client_left(self) -> None:
+        """Many clients close at the end marker, before the connection's own end: they have it all."""
+        self.result, self.detail = ("done", "") if self.finished else ("client_gone", "the client left")
 
 
 async def relay(
@@ -40,7 +45,7 @@ async def relay(
     Comments do not make the grant an answered one: an engine that has lost a request still sends them.
     Returns for every fault of either side; only cancellation passes through. "unreachable" says that it
     broke while another route may still answer. The upstream connection is left to the caller: read to its
-    end exactly when `passed.result` is "done".
+    end only when `passed.result` is "done".
     """
     head = answer.head
     raw = head.headers
@@ -74,11 +79,12 @@ async def relay(
                 whole = True
                 break
             client.write(chunk)  # also without a piece at first: the head must not wait for the body
+            passed.finished = watch.finished
             await client.drain()
             chunk = await answer.read()
     except OSError as error:
         if client.client_left:
-            passed.result, passed.detail = "client_gone", "the client left"
+            passed.client_left()
         elif isinstance(error, TimeoutError):
             passed.result, passed.detail = "client_gone", "the client stopped reading"
             client.cut(reset=True)
@@ -175,6 +181,7 @@ class _BodyWatch:
 
     __slots__ = ("_cut", "_tail", "content_seen")
     began = True
+    finished = False
 
     def __init__(self) -> None:
         self.content_seen = False

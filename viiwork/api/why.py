@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -20,10 +22,14 @@ _ID = re.compile("[0-9a-f]{16}")
 class Why:
     """Shows the receipts of the last requests decided here."""
 
-    def __init__(self, node: str, receipts: Receipts, policy: Policy) -> None:
+    def __init__(
+        self, node: str, receipts: Receipts, policy: Policy, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` is the one the receipts were written by."""
         self._node = node
         self._receipts = receipts
         self._policy = policy
+        self._clock = clock
 
     def routes(self) -> list[AnyRoute]:
         return [Route(PATH + "*", GET, self.handle)]
@@ -35,4 +41,5 @@ class Why:
         receipt = self._receipts.get(request_id)
         if receipt is None:
             raise NotFound(f"{self._node} keeps no receipt of request {request_id}")
-        return json_answer(200, receipt_json(self._node, self._policy, receipt))
+        at_unix_ms = round((time.time() - (self._clock() - receipt.at)) * 1000)
+        return json_answer(200, receipt_json(self._node, self._policy, receipt, at_unix_ms))

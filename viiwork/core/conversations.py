@@ -35,7 +35,8 @@ class Identity(Struct, frozen=True, gc=False):
     kind: Kind
     n_tokens: int = 0  # that the conversation held after its last turn, 0 = not known
     home: str = ""  # node of its last turn, "" = not known
-    parent: str | None = None  # the session a fork began in, when it is another
+    parent: str | None = None  # the session whose earlier state a fork begins with
+    shared_tokens: int = 0  # how much of that it shares, estimated by bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +86,7 @@ class Conversations:
         if known is not None:
             return known
         if ask.session is not None:
-            found: Identity | None = self._named(ask.session, ask.model)
+            found: Identity | None = self._named_by_entry(ask, ask.session)
         else:
             found = self._of_chain(ask) if ask.chain is not None else self._of_key(ask)
         if found is not None:
@@ -100,9 +101,10 @@ class Conversations:
         if chain is None or ask.session is not None or len(chain.links) < 4:
             return False  # its first turn has at most link 0 and two messages
         model, key = ask.model, ask.session_key
-        return not any(
-            (model, key, link) in self._at_tip or self._peers.is_tip(model, link) for link in chain.links[1:]
-        )
+        for link in reversed(chain.links):  # the newest tip stands near the end
+            if (model, key, link) in self._at_tip or self._peers.is_tip(model, link):
+                return False
+        return True
 
     def began(self, ask: Ask, session: str) -> None:
         """A turn of the conversation is under way, or waits for its place."""
@@ -170,6 +172,16 @@ class Conversations:
             return Identity(session, "new")
         return _continuing(known)
 
+    def _named_by_entry(self, ask: Ask, session: str) -> Identity:
+        found = self._named(session, ask.model)
+        if found.kind == "continues" or ask.chain is None:
+            return found
+        for link in reversed(ask.chain.links[1:]):
+            for known in reversed(self._at_tip.get((ask.model, ask.session_key, link), {})):
+                shared = self._shared(ask, known.session, link)
+                return Identity(session, "new", parent=known.session, shared_tokens=shared)
+        return found
+
     def _of_key(self, ask: Ask) -> Identity | None:
         if ask.session_key is None:
             return None
@@ -215,20 +227,31 @@ class Conversations:
     def _left(self, ask: Ask, link: str) -> Identity | None:
         """A conversation that had `link` as its tip once, or has and is being answered right now."""
         for known in reversed(self._at_tip.get((ask.model, ask.session_key, link), {})):
-            return self._parted(ask, known.session)
+            return self._parted(ask, known.session, link)
         scope = scope_of(ask.session_key)
         for _, holding in self._peers.at_tip(ask.model, link):
             if holding.scope == scope:
-                return self._parted(ask, holding.session)
+                return self._parted(ask, holding.session, link)
         return None
 
-    def _parted(self, ask: Ask, parent: str) -> Identity:
+    def _parted(self, ask: Ask, parent: str, link: str) -> Identity:
         assert ask.chain is not None
+        shared = self._shared(ask, parent, link)
         if ask.session_key is None or self._is_running(parent, ask.model):
-            return Identity(self._apart(ask), "fork", parent=parent)
+            return Identity(self._apart(ask), "fork", parent=parent, shared_tokens=shared)
         known = self._known.get((parent, ask.model))
         shrank = known is not None and ask.chain.ends[-1] < known.n_bytes
-        return Identity(parent, "compaction" if shrank else "fork")
+        return Identity(parent, "compaction" if shrank else "fork", parent=parent, shared_tokens=shared)
+
+    def _shared(self, ask: Ask, parent: str, link: str) -> int:
+        """Tokens of the parent's state up to the link."""
+        assert ask.chain is not None
+        n_bytes = ask.chain.ends[ask.chain.links.index(link)]
+        known = self._known.get((parent, ask.model))
+        if known is None or not known.n_bytes:
+            newest = self._peers.newest(parent, ask.model)
+            return newest.n_tokens if newest is not None else 0
+        return known.n_tokens * min(n_bytes, known.n_bytes) // known.n_bytes
 
     def _compacted(self, ask: Ask) -> Identity | None:
         """The key's largest conversation with the same tools and system prompt.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from viiwork.core.turn import Usage
 from viiwork.limits import (
     BYTES_PER_TOKEN,
@@ -19,7 +17,7 @@ class PromptSizes:
     """Bytes a token of each model, learnt from the answers' token counts."""
 
     def __init__(self) -> None:
-        self._bytes: OrderedDict[str, float] = OrderedDict()
+        self._bytes: dict[str, float] = {}
 
     def n_tokens(self, model: str, body_bytes: int) -> int:
         return int(body_bytes / self._bytes.get(model, BYTES_PER_TOKEN))
@@ -33,8 +31,9 @@ class PromptSizes:
             return  # of a short body the frame is most
         # A picture has megabytes and few tokens; it must not make the next text look short.
         seen = min(max(body_bytes / n_tokens, BYTES_PER_TOKEN_MIN), BYTES_PER_TOKEN_MAX)
-        known = self._bytes.get(model, BYTES_PER_TOKEN)
+        known = self._bytes.get(model)
+        if known is None:
+            known = BYTES_PER_TOKEN
+            if len(self._bytes) >= CAPACITY_MODELS_MAX:
+                del self._bytes[next(iter(self._bytes))]
         self._bytes[model] = known + BYTES_PER_TOKEN_ALPHA * (seen - known)
-        self._bytes.move_to_end(model)
-        while len(self._bytes) > CAPACITY_MODELS_MAX:
-            self._bytes.popitem(last=False)

@@ -29,9 +29,7 @@ class FailureMarks:
 
     def __init__(self) -> None:
         self._failing: OrderedDict[tuple[str, str], _Failing] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._failing)
+        self.is_any = False  # nearly always, and then nothing else need be asked
 
     def is_failing(self, node: str, model: str, now: float) -> bool:
         """Does the node stand behind the others now?"""
@@ -48,6 +46,7 @@ class FailureMarks:
     def failed(self, node: str, model: str, now: float) -> bool:
         """A request failed there; True when that sets the node back."""
         mark = self._failing.setdefault((node, model), _Failing())
+        self.is_any = True
         self._failing.move_to_end((node, model))
         while len(self._failing) > FAILURES_MAX:
             self._failing.popitem(last=False)
@@ -61,4 +60,5 @@ class FailureMarks:
     def succeeded(self, node: str, model: str) -> bool:
         """A request was answered there; True when that ends a row of failures that set the node back."""
         mark = self._failing.pop((node, model), None)
+        self.is_any = bool(self._failing)
         return mark is not None and mark.n >= FAILURES_BEFORE_BACKOFF

@@ -87,8 +87,8 @@ class PeerHoldings:
 def held_by_peers(ask: Ask, peers: PeerHoldings) -> dict[str, Held]:
     """What each peer holds of the prompt of `ask`.
 
-    A tip in the ask's chain proves a prefix, whosever it was; the longest counts. A session whose tip is not
-    in the chain was compacted or edited: no more than the head of the prompt is still the same.
+    A tip in the ask's chain proves a prefix, whosever it was; the longest counts. Of a session whose tip is
+    not in the chain, because it was compacted or edited, only a part is still right.
     """
     found: dict[str, Held] = {}
     if ask.chain is not None:
@@ -100,18 +100,22 @@ def held_by_peers(ask: Ask, peers: PeerHoldings) -> dict[str, Held]:
                     _RANK[holding.where],
                 ):
                     found[node] = Held(holding.n_tokens, holding.where)
-    if ask.session is not None:
-        for node, holding in peers.of(ask.session, ask.model).items():
-            if node not in found:
-                found[node] = Held(unproven_tokens(ask, holding.tip, holding.n_tokens), holding.where)
+    for session in {ask.session, ask.parent} - {None}:
+        for node, holding in peers.of(session or "", ask.model).items():
+            n_tokens = still_right(ask, holding.session, holding.tip, holding.n_tokens)
+            if n_tokens and (node not in found or found[node].n_tokens < n_tokens):
+                found[node] = Held(n_tokens, holding.where)
     return found
 
 
-def unproven_tokens(ask: Ask, tip: str, n_tokens: int) -> int:
-    """How much of a session's state is good for `ask` whose chain does not hold the state's tip."""
+def still_right(ask: Ask, session: str, tip: str, n_tokens: int) -> int:
+    """How many tokens of a session's state are a prefix of the ask's prompt."""
     if ask.chain is None or not tip:
-        return n_tokens  # the session's key is all there is to go by
-    return min(n_tokens, ask.chain.ends[0] // PROMPT_BYTES_PER_TOKEN)
+        return n_tokens if session == ask.session else 0  # its name is all there is to go by
+    if tip in ask.chain.links:
+        return n_tokens
+    head = ask.chain.ends[0] // PROMPT_BYTES_PER_TOKEN
+    return min(n_tokens, max(ask.shared_tokens, head) if session == ask.parent else head)
 
 
 def _take(table: dict[K, dict[J, Holding]], key: K, inner: J) -> None:

@@ -1,8 +1,8 @@
 """What this node knows of its peers' room: last reports, own forwards since then, refusals.
 
 Single owner of that knowledge. A report tells how things were when it was *asked for*, so forwards begun
-after that moment are subtracted from it, and a refusal counts until a report asked for after the refusal has
-come.
+after that moment are subtracted from it, those that ended since are added, and a refusal counts until a
+report asked for after the refusal has come.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from viiwork.core.capacity import ModelCapacity, PeerReport
 from viiwork.core.choice import Candidate
+from viiwork.limits import CAPACITY_MODELS_MAX, LOST_MODEL_KEPT_S
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class _Peer:
     forwards: dict[int, tuple[str, float]] = field(default_factory=dict)  # number -> (model, started at)
     unseen: dict[str, int] = field(
         default_factory=dict
-    )  # model -> forwards begun since the report's question
+    )  # model -> forwards begun since the report's question, less those ended since
     refused_at: dict[str, float] = field(default_factory=dict)  # model -> when
     fresh_until: float = -math.inf
     offered: dict[str, Candidate] = field(default_factory=dict)  # model -> as it was last asked for
@@ -32,7 +33,7 @@ class _Peer:
         """Free slots as we may count on them now."""
         if entry.name in self.refused_at:
             return 0
-        return max(entry.free - self.unseen.get(entry.name, 0), 0)
+        return min(max(entry.free - self.unseen.get(entry.name, 0), 0), entry.slots)
 
 
 class PeerTable:
@@ -42,6 +43,7 @@ class PeerTable:
         self._stale_after_s = stale_after_s
         self._peers: dict[str, _Peer] = {}
         self._of_model: dict[str, dict[str, _Peer]] = {}  # who lists the model, however old its report
+        self._lost: dict[str, float] = {}  # models that nobody lists since a peer went -> when; oldest first
         self._next = 0
 
     # -- what membership and the polls tell ----------------------------------------------------------
@@ -53,10 +55,18 @@ class PeerTable:
         else:
             known.url = url
 
-    def remove(self, node: str) -> None:
+    def remove(self, node: str, now: float) -> None:
+        """A member is gone; its models stay known for a while, for most machines come back."""
         peer = self._peers.pop(node, None)
-        if peer is not None:
-            self._unlist(node, peer)
+        if peer is None:
+            return
+        self._unlist(node, peer)
+        for name in peer.models:
+            if name not in self._of_model:
+                self._lost.pop(name, None)
+                self._lost[name] = now
+        while len(self._lost) > CAPACITY_MODELS_MAX:
+            del self._lost[next(iter(self._lost))]
 
     def reported(self, node: str, report: PeerReport) -> None:
         """A capacity report came; refusals older than its question are settled."""
@@ -91,6 +101,7 @@ class PeerTable:
             if (known := peer.report) is not None:
                 requested_at, received_at = known.requested_at - seconds, known.received_at - seconds
                 peer.report = replace(known, requested_at=requested_at, received_at=received_at)
+                peer.fresh_until -= seconds
 
     # -- questions -----------------------------------------------------------------------------------
     def url(self, node: str) -> str:
@@ -99,9 +110,9 @@ class PeerTable:
     def reports(self) -> dict[str, PeerReport]:
         return {name: peer.report for name, peer in self._peers.items() if peer.report is not None}
 
-    def knows(self, model: str) -> bool:
-        """Does any peer list the model, however old its report?"""
-        return model in self._of_model
+    def knows(self, model: str, now: float) -> bool:
+        """Does any peer list the model, however old its report, or did one that is gone until lately?"""
+        return model in self._of_model or now - self._lost.get(model, -math.inf) < LOST_MODEL_KEPT_S
 
     def lists(self, node: str, model: str) -> bool:
         """Does this peer list the model, however old its report?"""
@@ -115,8 +126,11 @@ class PeerTable:
 
     def candidates(self, model: str, now: float) -> list[Candidate]:
         """The serving peers, as far as what they hold of a prompt does not matter."""
-        found = []
-        for node, peer in self._of_model.get(model, {}).items():
+        found: list[Candidate] = []
+        listed = self._of_model.get(model)
+        if listed is None:
+            return found
+        for node, peer in listed.items():
             if now >= peer.fresh_until:
                 continue
             candidate = peer.offered.get(model)
@@ -160,10 +174,10 @@ class PeerTable:
         known = peer.forwards.pop(number, None) if peer is not None else None
         if peer is None or known is None:
             return False
-        model, started_at = known
-        if (peer.report is None or started_at > peer.report.requested_at) and peer.unseen.get(model):
-            peer.unseen[model] -= 1
+        model, _ = known
         peer.offered.pop(model, None)
+        # Below zero: the report counts it as busy, and its slot need not idle until the next one.
+        peer.unseen[model] = peer.unseen.get(model, 0) - 1
         return True
 
     def refused(self, node: str, model: str, now: float) -> None:

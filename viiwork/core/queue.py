@@ -17,6 +17,7 @@ class Waiter:
     """One request in a queue; compared by identity."""
 
     ask: Ask
+    arrived_at: float  # of the request at this node; earlier than `since` when it was tried before
     since: float
     deadline: float
     earlier_s: float = 0.0  # waited in earlier tries of the same request
@@ -35,15 +36,25 @@ class WaitQueue:
     def depth(self, model: str) -> int:
         return len(self._queues.get(model, ()))
 
-    def enter(self, ask: Ask, now: float, wait_s: float, earlier_s: float = 0.0) -> Waiter:
-        """Join the end of the model's queue. Raises `QueueFull`."""
+    def enter(
+        self, ask: Ask, now: float, wait_s: float, earlier_s: float = 0.0, arrived_at: float | None = None
+    ) -> Waiter:
+        """Join the model's queue. Raises `QueueFull`.
+
+        A request that was tried before says when it arrived, and stands before all that came later, also in a
+        queue that they have filled: losing a race for a slot must not cost it its place. So failed forwards
+        come on top of the limit; the node's connections bound them.
+        """
         queue = self._queues.setdefault(ask.model, {})
-        if len(queue) >= self._limit:
+        if len(queue) >= self._limit and arrived_at is None:
             if not queue:
                 del self._queues[ask.model]
             raise QueueFull(f"{ask.model}: all slots are busy and {self._limit} requests wait already")
-        waiter = Waiter(ask, now, now + wait_s, earlier_s)
+        waiter = Waiter(ask, now if arrived_at is None else arrived_at, now, now + wait_s, earlier_s)
         queue[waiter] = None
+        if arrived_at is not None:
+            for later in [other for other in queue if other.arrived_at > arrived_at]:
+                queue[later] = queue.pop(later)
         return waiter
 
     def leave(self, waiter: Waiter) -> None:

@@ -16,10 +16,10 @@ from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.limits import RECEIPT_STEPS_MAX, RECEIPTS_MAX
 
 
-class Step(Struct):
+class Step(Struct, gc=False):
     """One decision about a request, and what became of it."""
 
-    at: float  # on the node's clock
+    at: float
     question: Question | None  # None when there was nothing to choose: a forward, or no slot needed
     choice: Choice | None
     node: str = ""  # where it was granted a place, "" = it had to wait or was refused
@@ -28,7 +28,7 @@ class Step(Struct):
     outcome: Outcome | None = None
 
 
-class Receipt(Struct):
+class Receipt(Struct, gc=False):
     """Everything decided about one request."""
 
     request_id: str
@@ -36,8 +36,7 @@ class Receipt(Struct):
     session: str | None
     body_bytes: int
     forwarded_by: str | None
-    at: float
-    at_unix_ms: int
+    at: float  # on the node's clock
     steps: list[Step]
     error: str = ""  # why it was refused
 
@@ -55,14 +54,12 @@ class Receipts:
     def get(self, request_id: str) -> Receipt | None:
         return self._receipts.get(request_id)
 
-    def add(
-        self, ask: Ask, now: float, wall_ms: int, question: Question | None, choice: Choice | None
-    ) -> Step:
+    def add(self, ask: Ask, now: float, question: Question | None, choice: Choice | None) -> Step:
         """A decision was made; who carries it out tells the step."""
         receipt = self._receipts.get(ask.request_id)
         if receipt is None:
             receipt = self._receipts[ask.request_id] = Receipt(
-                ask.request_id, ask.model, ask.session, ask.body_bytes, ask.forwarded_by, now, wall_ms, []
+                ask.request_id, ask.model, ask.session, ask.body_bytes, ask.forwarded_by, now, []
             )
             if len(self._receipts) > self._limit:
                 self._receipts.popitem(last=False)
@@ -79,7 +76,7 @@ class Receipts:
         if receipt is not None:
             for step in reversed(receipt.steps):
                 if step.node == grant.node and step.outcome is None:
-                    step.outcome = outcome
+                    step.outcome, step.queued_ms = outcome, grant.queued_s * 1000  # a wait at a peer included
                     return
 
     def refused(self, ask: Ask, why: str) -> None:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -26,7 +25,7 @@ from viiwork.errors import NoFreeSlot, NotServedHere, UnknownModel, ViiworkError
 from viiwork.limits import CANDIDATES_MAX
 
 
-class Local(Struct, frozen=True):
+class Local(Struct, frozen=True, gc=False):
     """Run here, in this slot."""
 
     ref: SlotRef
@@ -63,7 +62,7 @@ class Refuse(Struct, frozen=True):
 Decision = Local | LocalUnslotted | Forward | Wait | Refuse
 
 
-class Decided(NamedTuple):
+class Decided(Struct, frozen=True, gc=False):
     """A decision, and for one between nodes what it was made of."""
 
     decision: Decision
@@ -71,7 +70,7 @@ class Decided(NamedTuple):
     choice: Choice | None = None
 
 
-class Terms(Struct, frozen=True):
+class Terms(Struct, frozen=True, gc=False):
     """What a decision depends on besides the request and the state of the mesh."""
 
     now: float
@@ -113,7 +112,7 @@ def choose(view: View, ask: Ask, terms: Terms, exclude: Collection[str] = ()) ->
     if ask.forwarded_by is not None:
         return Decided(_admit_forward(view, ask, terms.now))
     here = view.slots.serves(ask.model)
-    if not here and not view.peers.knows(ask.model):
+    if not here and not view.peers.knows(ask.model, terms.now):
         return Decided(Refuse(UnknownModel, f"no node of this mesh serves a model named {ask.model!r}"))
     if ask.pin is not None and not (here if ask.pin == view.me else view.peers.lists(ask.pin, ask.model)):
         return Decided(Refuse(UnknownModel, f"host {ask.pin!r} does not serve the model {ask.model!r}"))
@@ -132,11 +131,12 @@ def _question(view: View, ask: Ask, terms: Terms, exclude: Collection[str]) -> Q
         candidates = nsmallest(
             CANDIDATES_MAX - 1, candidates, key=lambda c: (c.node not in held, -c.free, c.rtt_ms, c.node)
         )
-    if view.slots.has_routable(model):
-        candidates.insert(0, Candidate(me, view.slots.n_free(model), 0.0, view.perf(model, now)))
-    if held or exclude or view.failures:
+    n_free = view.slots.n_free(model)
+    if n_free is not None:
+        candidates.insert(0, Candidate(me, n_free, 0.0, view.perf(model, now)))
+    if held or exclude or view.failures.is_any:
         for i, c in enumerate(candidates):
-            state = _state(view, c.node, model, now, exclude) if exclude or view.failures else ""
+            state = _state(view, c.node, model, now, exclude) if exclude or view.failures.is_any else ""
             holds = held.get(c.node)
             if holds is not None:
                 candidates[i] = Candidate(

@@ -40,6 +40,11 @@ class Binding:
     ram: str = ""  # backend in whose RAM cache it lies, when no slot holds it
 
     @property
+    def backend(self) -> str:
+        """The backend of this node that holds a state of it, "" when none does."""
+        return self.ref.backend if self.ref is not None else self.ram
+
+    @property
     def is_here(self) -> bool:
         """Does this node hold a state of it, whether or not it is the newest?"""
         return self.ref is not None or bool(self.ram)
@@ -73,6 +78,7 @@ class SessionTable:
         self._used_at: dict[SlotRef, float] = {}
         self._ram: dict[str, _RamCache] = {}
         self._from_ram: dict[SlotRef, tuple[SessionKey, int, int]] = {}  # fetched there, not yet confirmed
+        self._replaced: dict[SlotRef, SessionKey] = {}  # what the turn there now sends to RAM
         self._next = 0
         self.revision = 0  # grows with every change
 
@@ -101,18 +107,21 @@ class SessionTable:
     # -- which slot ----------------------------------------------------------------------------------
     def best_slot(self, slots: SlotTable, ask: Ask, now: float) -> SlotRef | None:
         """The free slot for a turn: where its state is, else an empty one, else the one missed least."""
-        backend = ""
-        if ask.session is not None:
-            binding = self._bindings.get((ask.session, ask.model))
-            if binding is not None:
-                if binding.ref is not None and slots.is_free(binding.ref):
-                    return binding.ref
-                backend = binding.ram or (binding.ref.backend if binding.ref is not None else "")
+        own = self._bindings.get((ask.session, ask.model)) if ask.session is not None else None
+        if own is not None and own.ref is not None and slots.is_free(own.ref):
+            return own.ref
         free = list(slots.free_slots(ask.model))
+        backend = own.backend if own is not None else ""
+        if not backend and ask.parent is not None and (parent := self._bindings.get((ask.parent, ask.model))):
+            backend = parent.backend
         if backend:
             free = [ref for ref in free if ref.backend == backend] or free
-        if ask.chain is not None and (ref := self._proven(free, ask.chain.links)) is not None:
-            return ref
+        proven = self._proven(free, ask.chain.links) if ask.chain is not None else None
+        if proven is not None:
+            others = [ref for ref in free if ref.backend == proven.backend and ref != proven]
+            if proven.backend not in self._ram or not others:
+                return proven
+            free = others  # the engine copies idle slots to RAM, so both conversations stay warm
         best: SlotRef | None = None
         least = 0.0
         for ref in free:
@@ -148,17 +157,32 @@ class SessionTable:
         return missed
 
     # -- what happens to it --------------------------------------------------------------------------
-    def taken(self, ref: SlotRef, key: SessionKey | None) -> None:
-        """A turn starts in the slot: what another session had there moves to the engine's RAM cache."""
+    def taken(self, ref: SlotRef, key: SessionKey | None, links: tuple[str, ...] = ()) -> None:
+        """A turn with this chain starts in the slot: what was there moves to the engine's RAM cache.
+
+        A slot whose content the turn begins with is built upon, and nothing is moved.
+        """
         before = self._occupant.get(ref)
+        self._replaced.pop(ref, None)
         if before is not None and before != key:
-            self._evict(ref)
+            if self._bindings[before].tip in links:
+                self._forget_slot(ref)
+            else:
+                self._evict(ref)
+                self._replaced[ref] = before
         self._from_ram.pop(ref, None)
         cache = self._ram.get(ref.backend)
         if key is not None and cache is not None and key in cache.entries:
             self._from_ram[ref] = (key, *cache.take(key))
             self._occupant[ref] = key
             self._store(key, replace(self._bindings[key], ref=ref, ram=""))
+
+    def replaces(self, ref: SlotRef) -> bool:
+        """Is what the slot held before this turn expected in RAM? The engine copies it when a request for
+        another prompt starts there, and not when a replica is restored.
+        """
+        key, cache = self._replaced.get(ref), self._ram.get(ref.backend)
+        return key is not None and cache is not None and key in cache.entries
 
     def ran_here(
         self, key: SessionKey, binding: Binding, now: float = 0.0, cached: int | None = None

@@ -94,13 +94,13 @@ class SlotTable:
         for backend in having:
             yield from islice(backend.idle.values(), backend.room)
 
-    def has_routable(self, model: str) -> bool:
-        """Does any backend of the model take requests, now or when a slot is given back?"""
-        return any(b.routable for b in self._of_model.get(model, ()))
-
-    def n_free(self, model: str) -> int:
-        """How many slots `free_slots` would list."""
-        return sum(b.room for b in self._of_model.get(model, ()) if b.routable and b.room > 0)
+    def n_free(self, model: str) -> int | None:
+        """How many slots `free_slots` would list; None when no backend of the model is routable."""
+        n_free: int | None = None
+        for backend in self._of_model.get(model, ()):
+            if backend.routable:
+                n_free = (n_free or 0) + max(backend.room, 0)
+        return n_free
 
     def is_routable(self, ref: SlotRef) -> bool:
         """Does the slot exist and take requests, now or when its holder is done?"""

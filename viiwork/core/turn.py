@@ -42,6 +42,8 @@ class Ask(Struct, frozen=True, gc=False):
     request_id: str
     model: str
     session: str | None = None  # the conversation this turn continues or begins, 32 hex digits
+    parent: str | None = None  # the session whose earlier state this turn begins with, itself after an edit
+    shared_tokens: int = 0  # how much of that is still right, estimated
     session_key: str | None = None  # the client's own key for it, hashed: 32 hex digits
     chain: Chain | None = None  # None when the body holds no conversation that could be read
     pin: str | None = None  # the only node that may run it (`?host=`)
@@ -89,7 +91,7 @@ class Usage(Struct, frozen=True, gc=False):
         return self.cached + self.prefilled + max((self.generated or 0) - 1, 0)
 
 
-class Outcome(Struct, frozen=True):
+class Outcome(Struct, frozen=True, gc=False):
     """How a granted request ended."""
 
     result: Result

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from viiwork.config.model import ModelSection
+from viiwork.core.logline import fault
 from viiwork.engine.backend import drained
 from viiwork.engine.ladder import Rules
 from viiwork.engine.loglines import escape
@@ -223,7 +224,7 @@ class ExternalBackend:
         except TimeoutError as error:
             raise EngineError(f"{path}: no answer within {self._pace.probe_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineError(f"{path}: {escape(str(error) or type(error).__name__)[:200]}") from error
+            raise EngineError(f"{path}: {escape(fault(error))[:200]}") from error
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

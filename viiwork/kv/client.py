@@ -25,7 +25,7 @@ from viiwork.limits import (
     KV_RESTART_MIN_S,
     KV_STABLE_S,
 )
-from viiwork.wire.savefile import Layout, SaveInfo
+from viiwork.wire.whole_file import Layout, SaveInfo
 
 log = logging.getLogger("viiwork.kv")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from viiwork.errors import SaveFileError
 from viiwork.kv.link import file_errors
-from viiwork.wire.savefile import PRead
+from viiwork.wire.whole_file import PRead
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def open_save(path: str, expect_bytes: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def pread_of(fd: int) -> PRead:
-    """Reader for `savefile.parse`; raises `KvError` where the file ends early."""
+    """Reader for `whole_file.parse`; raises `KvError` where the file ends early."""
 
     def pread(offset: int, size: int) -> bytes:
         with file_errors():

@@ -7,7 +7,7 @@ import msgspec
 from viiwork.errors import KvError
 from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOB_DEADLINE_S, KV_SILENCE_S
 from viiwork.wire.replica import Manifest
-from viiwork.wire.savefile import Layout, SaveInfo, StateShape
+from viiwork.wire.whole_file import Layout, SaveInfo, StateShape
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

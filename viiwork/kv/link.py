@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from viiwork.errors import ChannelError, KvError
+from viiwork.errors import ChannelError, KvError, SaveFileError
 from viiwork.kv.jobs import ReceiveGrant, SendJob
 from viiwork.limits import KV_HANDSHAKE_S
-from viiwork.native.mover import recv_exact, send_all
+from viiwork.native.mover import recv_exact, send_all, send_ranges
 from viiwork.wire.channel import (
     HEADER_BYTES,
     HELLO_BYTES,
@@ -111,17 +111,17 @@ class Link:
 
     # -- handshake
 
-    def initiate(self, job: SendJob) -> Session:
-        """Both proofs exchanged; raises `KvError`."""
-        side = Initiator(job.key, job.local_name, os.urandom(32), encrypt=job.encrypt)
+    def initiate(self, job: SendJob, *, aes: bool = False) -> Session:
+        """Both proofs exchanged; raises `KvError`. `aes`: that cipher is the faster one here."""
+        side = Initiator(job.key, job.local_name, os.urandom(32), encrypt=job.encrypt, aes=aes)
         with self._handshake_clock():
             self._send_raw(side.hello())
             proof, session = side.finish(self._recv_raw(HELLO_BYTES), job.peer_name)
             self._send_raw(proof)
         return session
 
-    def respond(self, grant: ReceiveGrant) -> Session:
-        side = Responder(grant.keys, grant.local_name, os.urandom(32))
+    def respond(self, grant: ReceiveGrant, *, aes: bool = False) -> Session:
+        side = Responder(grant.keys, grant.local_name, os.urandom(32), aes=aes)
         with self._handshake_clock():
             hello = self._recv_raw(HELLO_BYTES)
             self._send_raw(side.answer(hello, grant.peer_name, require_encrypt=grant.require_encrypt))
@@ -151,6 +151,18 @@ class Link:
         self._cancel.check()
         with link_errors():
             send_all(self._fd, frame.header, frame.payload, frame.tag, self._silence_ms, self._deadline)
+
+    def send_from(self, frame: Sealed, file: int, ranges: list[tuple[int, int]]) -> None:
+        """Send a proven frame whose payload is these ranges of a file."""
+        self._cancel.check()
+        with link_errors():
+            try:
+                silence, deadline = self._silence_ms, self._deadline
+                send_ranges(self._fd, frame.header, file, ranges, frame.tag, silence, deadline)
+            except OSError as error:
+                if error.errno == errno.ENODATA:
+                    raise SaveFileError("bad_file", "the file became shorter while it was sent") from None
+                raise
 
     def send_message(self, sealer: Sealer, type_: FrameType, payload: bytes = b"") -> None:
         self.send(sealer.seal(type_, payload))

@@ -17,7 +17,7 @@ from viiwork.kv.link import Cancel, file_errors
 from viiwork.kv.store import Opened
 from viiwork.native.mover import pread_exact, pwrite_all
 from viiwork.wire.replica import n_chunks, root_of
-from viiwork.wire.savefile import Literal, Segment, Span, plan_bytes, render_plan
+from viiwork.wire.whole_file import Literal, Segment, Span, plan_bytes, render_plan
 
 THREADS = 2  # one copies at about 1 GB/s; more would take the cores the engine prefills with
 PARALLEL_FROM_CHUNKS = 16  # below, starting a second thread costs more than it saves

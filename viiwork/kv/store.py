@@ -18,7 +18,7 @@ from viiwork.kv.files import pread_of
 from viiwork.kv.link import file_errors
 from viiwork.limits import KV_DISK_RESERVE_BYTES, KV_MESSAGE_MAX_BYTES, KV_REPLICAS_MAX
 from viiwork.wire.replica import Manifest, Offer, line_of, replica_name, seal, unseal
-from viiwork.wire.savefile import PRead, SaveInfo
+from viiwork.wire.whole_file import PRead, SaveInfo
 
 _OURS = re.compile(r"[0-9a-f]{32}\.(part|state|sealing|manifest)")
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC

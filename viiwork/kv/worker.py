@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from viiwork.errors import KvError
 from viiwork.kv import jobs
+from viiwork.kv.ciphers import prefers_aes
 from viiwork.kv.files import open_save, pread_of
 from viiwork.kv.link import Cancel
 from viiwork.kv.receiver import receive_state
@@ -28,7 +29,7 @@ from viiwork.kv.sender import send_state
 from viiwork.kv.store import ReplicaStore
 from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX, KV_LOCAL_JOBS
 from viiwork.wire.channel import warm_up
-from viiwork.wire.savefile import parse
+from viiwork.wire.whole_file import parse
 
 STOP_WITHIN_S = 5.0  # after the node is gone; then the process ends whatever its threads do
 _PR_SET_PDEATHSIG = 1
@@ -37,8 +38,8 @@ _PR_SET_PDEATHSIG = 1
 class Worker:
     """Serves one control socket until it ends."""
 
-    def __init__(self, control: socket.socket, store: ReplicaStore) -> None:
-        self._control, self._store = control, store
+    def __init__(self, control: socket.socket, store: ReplicaStore, *, aes: bool) -> None:
+        self._control, self._store, self._aes = control, store, aes
         # Two pools: whatever peers do, a turn that waits for its render gets a thread.
         self._transfers = ThreadPoolExecutor(KV_JOBS_MAX, thread_name_prefix="kv-transfer")
         self._local = ThreadPoolExecutor(KV_LOCAL_JOBS, thread_name_prefix="kv-local")
@@ -123,9 +124,9 @@ class Worker:
     def _do(self, job: jobs.Job, sock: socket.socket | None, cancel: Cancel) -> jobs.Done:
         match job:
             case jobs.SendJob():
-                return send_state(_need(sock), job, cancel)
+                return send_state(_need(sock), job, cancel, aes=self._aes)
             case jobs.ReceiveGrant():
-                return receive_state(_need(sock), job, self._store, cancel)
+                return receive_state(_need(sock), job, self._store, cancel, aes=self._aes)
             case jobs.RenderJob():
                 return self._render(job, cancel)
             case jobs.InspectJob():
@@ -212,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         control.send(jobs.pack(jobs.Reply(id=0, done=jobs.Failed(reason=error.reason, message=str(error)))))
         return 1
     warm_up()
-    worker = Worker(control, store)
+    worker = Worker(control, store, aes=prefers_aes())
     try:
         _tie_to(args.parent)
         worker.serve()

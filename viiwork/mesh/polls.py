@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 
 from viiwork.core.capacity import CapacityReport, PeerReport
+from viiwork.core.logline import fault
 from viiwork.errors import BadReport
 from viiwork.limits import CAPACITY_BODY_KEPT_BYTES, CAPACITY_BODY_MAX_BYTES, PEER_CONNECT_S, RTT_ALPHA
 from viiwork.mesh.notices import one_line
@@ -37,6 +39,7 @@ class _Watch:
     member: Member
     kick: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[asyncio.Future[None]] = field(default_factory=list)  # done after the next poll
+    asked_at: float = -math.inf  # when the last question was put
     task: asyncio.Task[None] | None = None
     report: PeerReport | None = None
     body: bytes = b""  # what `report` was decoded from; an idle node says the same every second
@@ -75,10 +78,13 @@ class CapacityPoller:
         """Last good report of each polled member, whatever its age."""
         return {name: w.report for name, w in self._watches.items() if w.report is not None}
 
-    async def ask_now(self, within_s: float) -> None:
-        """Poll everybody at once, and wait for the answers for so long."""
+    async def ask_now(self, within_s: float, older_than_s: float = 0.0) -> None:
+        """Poll at once whose last question is so old, and wait for the answers for so long."""
+        now = self._now()
         asked: list[asyncio.Future[None]] = []
         for watch in self._watches.values():
+            if now - watch.asked_at < older_than_s:
+                continue  # requests that nobody knows must not become a flood of polls
             asked.append(asyncio.get_running_loop().create_future())
             watch.asked.append(asked[-1])
             watch.kick.set()
@@ -122,7 +128,7 @@ class CapacityPoller:
         while True:
             watch.kick.clear()
             asked, watch.asked = watch.asked, []
-            started_at = self._now()
+            started_at = watch.asked_at = self._now()
             try:
                 await self._poll(watch)
             except Exception:  # our own bug; the member must not stay unasked for ever
@@ -146,7 +152,7 @@ class CapacityPoller:
             if report.holdings is None and last is not None and report.holdings_rev == last.holdings_rev:
                 report = replace(report, holdings=last.holdings)  # not told again, for it did not change
         except (aiohttp.ClientError, OSError, TimeoutError, BadReport) as error:
-            failure = "timed out" if isinstance(error, TimeoutError) else one_line(str(error))
+            failure = "timed out" if isinstance(error, TimeoutError) else one_line(fault(error))
             if failure != watch.failure:
                 log.info("capacity of %s: %s", member.name, failure)
             watch.failure = failure

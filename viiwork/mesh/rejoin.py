@@ -19,6 +19,8 @@ from viiwork.limits import (
     ROUND_GAP_S,
     ROUNDS_AT_ONCE,
     SEED_CANDIDATES_MAX,
+    YOUNG_INTERVAL_S,
+    YOUNG_S,
 )
 from viiwork.mesh.membership import Membership
 from viiwork.mesh.notices import one_line
@@ -48,7 +50,7 @@ def departed(membership: Membership) -> Feeder:
 
 
 class Rejoiner:
-    """Runs a round at once, when kicked and every `interval_s`: a node that met nobody keeps trying."""
+    """Runs a round at once, when kicked and every `interval_s`; soon again at first, for others start too."""
 
     def __init__(
         self,
@@ -65,12 +67,13 @@ class Rejoiner:
         self._task: asyncio.Task[None] | None = None
         self._rounds: set[asyncio.Task[int]] = set()
         self._kick = asyncio.Event()
-        self._hurry_until = self._missing_until = 0.0
+        self._hurry_until = self._missing_until = self._young_until = 0.0
         self._trying: set[str] = set()
         self._gate = asyncio.Semaphore(JOINS_AT_ONCE)
         self._said: dict[str, str] = {}  # feeder -> its last error
 
     def start(self) -> None:
+        self._young_until = self._now() + YOUNG_S
         self._task = asyncio.create_task(self._run(), name="mesh-rejoin")
 
     async def stop(self) -> None:
@@ -125,6 +128,8 @@ class Rejoiner:
         now, pause_s = self._now(), self._interval_s
         if now < self._missing_until:
             pause_s = min(pause_s, MISSING_INTERVAL_S)
+        if now < self._young_until:
+            pause_s = min(pause_s, YOUNG_INTERVAL_S)
         return min(pause_s, HURRY_INTERVAL_S) if now < self._hurry_until else pause_s
 
     def _ended(self, task: asyncio.Task[int]) -> None:

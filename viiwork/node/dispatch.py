@@ -56,11 +56,17 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def policy_of(routing: RoutingSection) -> Policy:
+    """How nodes are chosen, as the config has it."""
+    return Policy(performance=routing.performance)
+
+
 class Tried(NamedTuple):
     """What earlier tries of a request have cost."""
 
     waited_s: float = 0.0  # of its queue budget
     n_full: int = 0  # nodes that had room by their report and none when the request came
+    arrived_at: float | None = None  # when it was first to be placed; None = it was not tried yet
 
 
 UNTRIED = Tried()
@@ -78,7 +84,7 @@ class Dispatcher:
         prepare: Prepare,
         on_end: Ended,
         ask_peers: Callable[[], Awaitable[None]] | None = None,
-        on_decided: Decides = lambda request_id, question, choice: None,
+        on_decided: Decides | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = wall_ms,
         draw: Callable[[], float] = random.random,
@@ -91,7 +97,7 @@ class Dispatcher:
         self.queue = WaitQueue(routing.queue_max)
         self.speeds = Speeds()
         self.receipts = Receipts()
-        self.policy = Policy(performance=routing.performance)
+        self.policy = policy_of(routing)
         self._view = View(
             me, self.slots, self.sessions, self.peers, self.policy, self.book.held, self.speeds.perf
         )
@@ -149,7 +155,10 @@ class Dispatcher:
                 raise AllRoutesRefused(f"every node that serves {ask.model!r} refused the request")
             # One last try with nobody excluded: a node that refused may have room again by now.
             decided = self._choose(ask, now, tried.waited_s)
-        grant = await self._carry_out(ask, decided, now)
+        if isinstance(decided.decision, (Wait, Refuse)):
+            grant = await self._wait_or_refuse(ask, decided, now)
+        else:
+            grant = self._grant(ask, decided, now)
         grant.queued_s += waited_s
         if ask.session is not None and grant.lease and not grant.is_forward:
             try:
@@ -159,16 +168,14 @@ class Dispatcher:
                 raise
         return grant
 
-    async def _carry_out(self, ask: Ask, decided: Decided, now: float) -> Grant:
+    async def _wait_or_refuse(self, ask: Ask, decided: Decided, now: float) -> Grant:
         decision = decided.decision
         if isinstance(decision, Refuse):
             raise decision.error(decision.message)
-        if not isinstance(decision, Wait):
-            return self._grant(ask, decided, now)
         try:
             return await self._wait(ask, decided)
         except QueueFull:
-            if decision.hold_ms == math.inf:
+            if isinstance(decision, Wait) and decision.hold_ms == math.inf:
                 raise
         # Others wait here already; a node that would only be slower takes it at once.
         decided = self._choose(ask, now, OUT_OF_TIME_S)
@@ -220,10 +227,14 @@ class Dispatcher:
         for grant, since in self._in_slots.values():
             yield Running(grant.ask.request_id, grant.backend, since, grant.answered)
 
+    def node_died(self, node: str) -> None:
+        """A peer is dead; what it ran for us is lost."""
+        self.peers.remove(node, self._clock())
+
     def node_left(self, node: str) -> None:
         """A peer said that it leaves: it takes no more, and what it runs for us ends."""
         self._left[node] = self._clock()
-        self.peers.remove(node)
+        self.peers.remove(node, self._clock())
 
     def lost_forwards(self, silent_s: float) -> list[str]:
         """Ids of unanswered requests at peers that are gone, or have not reported for so long.
@@ -284,7 +295,7 @@ class Dispatcher:
 
     def knows(self, model: str) -> bool:
         """Is it a model of this node or of a member, served at the moment or not?"""
-        return self.slots.serves(model) or self.peers.knows(model)
+        return self.slots.serves(model) or self.peers.knows(model, self._clock())
 
     def is_served(self, model: str) -> bool:
         """Does anybody healthy serve it, however full?"""
@@ -318,7 +329,7 @@ class Dispatcher:
                 key = (ask.session, ask.model) if ask.session is not None else None
                 if key is not None and (binding := self.sessions.get(key)) is not None:
                     self._before[lease] = binding
-                self.sessions.taken(ref, key)
+                self.sessions.taken(ref, key, ask.chain.links if ask.chain is not None else ())
                 url = self.slots.url(ref.backend)
                 grant = Grant(ask, self._me, url, ref.backend, ref.slot, lease=lease)
                 self._in_slots[lease] = grant, now
@@ -333,7 +344,7 @@ class Dispatcher:
         if waited_s is None:
             waited_s = self._tried.get(ask.request_id, UNTRIED).waited_s
         grant.queued_s = waited_s
-        if self._failures:
+        if self._failures.is_any:
             self._failures.granted(grant.node, ask.model, now)
         step = self._noted(ask, decided, now)
         step.node, step.backend, step.queued_ms = grant.node, grant.backend, waited_s * 1000
@@ -343,10 +354,10 @@ class Dispatcher:
 
     def _noted(self, ask: Ask, decided: Decided, now: float) -> Step:
         """Put a decision on record."""
-        _, question, choice = decided
-        if question is not None and choice is not None:
+        question, choice = decided.question, decided.choice
+        if self._on_decided is not None and question is not None and choice is not None:
             self._on_decided(ask.request_id, question, choice)
-        return self.receipts.add(ask, now, self._wall_ms(), question, choice)
+        return self.receipts.add(ask, now, question, choice)
 
     async def _until_saved(self, ask: Ask) -> float:
         """Wait while kv_share saves the session's own slot; the answer is for how long, in seconds.
@@ -365,11 +376,11 @@ class Dispatcher:
 
     async def _wait(self, ask: Ask, decided: Decided) -> Grant:
         now, loop = self._clock(), asyncio.get_running_loop()
-        earlier_s = self._tried.get(ask.request_id, UNTRIED).waited_s
+        earlier_s, _, arrived_at = self._tried.get(ask.request_id, UNTRIED)
         budget_s = max(self._routing.queue_timeout - earlier_s, 0.0)
         if ask.forwarded_by is not None:
             budget_s = min(budget_s, ask.wait_ms / 1000)
-        waiter = self.queue.enter(ask, now, budget_s, earlier_s)
+        waiter = self.queue.enter(ask, now, budget_s, earlier_s, arrived_at)
         future: asyncio.Future[Grant] = loop.create_future()
         self._waiting[waiter] = future
         self._noted(ask, decided, now)
@@ -413,7 +424,10 @@ class Dispatcher:
         known = self._tried.get(grant.ask.request_id, UNTRIED)
         at_peer_s = outcome.duration_s if grant.wait_ms and outcome.result == "refused" else 0.0
         n_full = known.n_full + (outcome.result == "refused" and outcome.status == 429)
-        self._tried[grant.ask.request_id] = Tried(grant.queued_s + at_peer_s, n_full)
+        arrived_at = known.arrived_at
+        if arrived_at is None:
+            arrived_at = self._clock() - outcome.duration_s - grant.queued_s
+        self._tried[grant.ask.request_id] = Tried(grant.queued_s + at_peer_s, n_full, arrived_at)
         while len(self._tried) > RETRIED_REQUESTS_MAX:
             self._tried.popitem(last=False)
 
@@ -423,7 +437,7 @@ class Dispatcher:
         ask, now = grant.ask, self._clock()
         node, model, result = grant.node, ask.model, outcome.result
         if result == "done" and outcome.status == 200:
-            if self._failures and self._failures.succeeded(node, model):
+            if self._failures.is_any and self._failures.succeeded(node, model):
                 log.info("route.recovered node=%s model=%s", node, model)
             usage = outcome.usage
             if not ask.needs_slot or usage is None:

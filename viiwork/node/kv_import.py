@@ -143,6 +143,9 @@ class Importer:
             rendered = await self._worker.render(replica.name, layout.target(ref.slot), path)
             render_s = time.monotonic() - started
             async with self._gates.of(ref.backend):
+                if self._dispatcher.sessions.replaces(ref):
+                    # A restore overwrites what the slot holds; one token of another prompt saves it to RAM.
+                    await layout.client.warm_up(ref.slot, KV_IMPORT_MAX_S)
                 done = await layout.client.restore(ref.slot, name, KV_IMPORT_MAX_S)
         finally:
             self._background.go(remove_file(path))  # the turn need not wait for it

@@ -21,7 +21,7 @@ from viiwork.kv.client import KvWorker
 from viiwork.limits import KV_PROBE_AGAIN_S, KV_PROBE_SAVE_S
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
-from viiwork.wire.savefile import GGML_TYPES, Layout, StateShape
+from viiwork.wire.whole_file import GGML_TYPES, Layout, StateShape
 
 log = logging.getLogger(__name__)
 

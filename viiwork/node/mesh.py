@@ -14,7 +14,7 @@ from viiwork.core.capacity import CapacityReport, PeerReport
 from viiwork.errors import MeshError, NoOwnAddress
 from viiwork.host.clock import suspended_s
 from viiwork.host.network import address_towards, default_route_address, holds_address, port_owner
-from viiwork.limits import ADDRESS_LOOK_S, HOLDINGS_ASK_S, PAUSE_LOOK_S, PAUSE_MIN_S
+from viiwork.limits import ADDRESS_LOOK_S, HOLDINGS_ASK_S, HOLDINGS_OLD_S, PAUSE_LOOK_S, PAUSE_MIN_S
 from viiwork.mesh.address import OwnAddress, own_address
 from viiwork.mesh.admission import MeshIdentity
 from viiwork.mesh.mdns import Mdns
@@ -102,7 +102,7 @@ class NodeMesh:
 
     async def ask_peers(self) -> None:
         """Hear at once what the peers hold now."""
-        await self._poller.ask_now(HOLDINGS_ASK_S)
+        await self._poller.ask_now(HOLDINGS_ASK_S, HOLDINGS_OLD_S)
 
     def members(self) -> list[Member]:
         return self._membership.members() if self._membership is not None else []
@@ -256,7 +256,7 @@ class NodeMesh:
             if event.kind == "left":
                 self._dispatcher.node_left(member.name)
             else:
-                self._dispatcher.peers.remove(member.name)
+                self._dispatcher.node_died(member.name)
             self.aliases.gone(member.name)
             self._dispatcher.book.node_gone(member.name)
             if event.kind == "dead" and self._rejoiner is not None:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
 from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
@@ -24,27 +23,16 @@ from viiwork.api.probe import Probes
 from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
-from viiwork.config.model import Config
-from viiwork.core.choice import Choice, Question
 from viiwork.core.sessions import Binding
-from viiwork.core.stalls import StallWatch
 from viiwork.core.turn import Grant, Outcome
-from viiwork.engine.ladder import SILENT
-from viiwork.engine.ports import cpu_seconds
 from viiwork.engine.slots import SlotsClient
-from viiwork.engine.supervisor import BackendView, HostFacts, Supervisor
+from viiwork.engine.supervisor import Supervisor
 from viiwork.errors import MeshError, PortTaken
 from viiwork.host.gpus import card_pids
 from viiwork.host.network import link_addresses, port_owner
 from viiwork.kv.client import KvWorker
 from viiwork.limits import (
     ENGINES_STOP_S,
-    MIB,
-    RAM_DEFAULT_MIB,
-    RAM_TOKEN_BYTES,
-    SILENT_S,
-    STALL_LOOK_S,
-    STALL_S,
 )
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
@@ -53,8 +41,9 @@ from viiwork.mesh.values import host_port
 from viiwork.node.activity import NodeActivity, unix_ms
 from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
+from viiwork.node.backends import Backends, hidden_env, host_facts
 from viiwork.node.cluster import Cluster
-from viiwork.node.dispatch import Dispatcher, wall_ms
+from viiwork.node.dispatch import Dispatcher, policy_of, wall_ms
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
@@ -62,7 +51,6 @@ from viiwork.node.kv_paths import LinkHost
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
 from viiwork.node.listeners import Listeners
-from viiwork.node.machine import machine_facts
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.metrics import NodeCollector, RequestCounts
 from viiwork.node.park import Parking
@@ -84,7 +72,7 @@ class Node:
     def __init__(self, loaded: LoadedConfig) -> None:
         self._loaded = loaded
         self._config = loaded.config
-        self._reloader = Reloader(loaded, os.environ, self._apply_models)
+        self._reloader = Reloader(loaded, os.environ, lambda new: self._backends.apply_models(new))
         self.name = loaded.config.node.name or socket.gethostname()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()  # a second signal: wait for nothing
@@ -115,7 +103,7 @@ class Node:
             host, port = await self._api.listen("", 0, sock=api_socket)
             log.info("api.listening url=http://%s:%d node=%s version=%s", host, port, self.name, VERSION)
             await self._kv.start()
-            facts = await self._machine_facts(self._config)
+            facts = await host_facts(self._config)
             await self._perf.configured(self._config.models)
             ending.push_async_callback(self._perf.save, now=True)
             if self._trace is not None:
@@ -127,7 +115,7 @@ class Node:
                 asyncio.create_task(self._join_mesh(), name="mesh"),
                 asyncio.create_task(self._mesh.aliases.run(), name="aliases"),
                 asyncio.create_task(self._dispatcher.wake_regularly(), name="wake"),
-                asyncio.create_task(self._watch_stalls(), name="stalls"),
+                asyncio.create_task(self._backends.watch_stalls(), name="stalls"),
                 asyncio.create_task(self._reloader.run(), name="reload"),
                 asyncio.create_task(self._pages.follow_tailnet(), name="pages"),
                 asyncio.create_task(self._perf.run(), name="perf"),
@@ -148,7 +136,7 @@ class Node:
         config, secret = self._config, self._loaded.secrets
         alias_store = AliasStore.open(folders.state, wall_ms())  # first: it may end the start
         keys = tuple(dict.fromkeys(key for key in (secret.current, secret.previous) if key is not None))
-        hidden = _hidden_env(self._loaded)
+        hidden = hidden_env(self._loaded)
         self._engine_http = aiohttp.ClientSession(
             # llama.cpp closes idle connections after 5 s; a POST must not meet a closed one.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
@@ -156,17 +144,16 @@ class Node:
             trust_env=False,
         )
         self._activity = NodeActivity(config.activity.event_history)
+        policy, trace = policy_of(config.routing), config.routing.trace
+        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
         self._dispatcher = Dispatcher(
             self.name,
             config.routing,
             prepare=self._prepare,
             on_end=self._turn_ended,
             ask_peers=lambda: self._mesh.ask_peers(),
-            on_decided=self._decided,
+            on_decided=self._trace.add if self._trace is not None else None,
         )
-        policy = self._dispatcher.policy
-        trace = config.routing.trace
-        self._trace = TraceFile(Path(trace), self.name, policy, wall_ms=wall_ms) if trace else None
         self._perf = PerfFile(folders.state, self._dispatcher.speeds, wall_s=time.time)
         self._supervisor = Supervisor(
             config.models,
@@ -175,9 +162,9 @@ class Node:
             save_root=folders.saves,
             hidden_env=hidden,
             in_flight=self._dispatcher.slots.in_flight,
-            on_change=self._backend_changed,
+            on_change=lambda view: self._backends.changed(view),
             occupied=lambda backend: self._kv.occupies(backend),
-            on_gone=self._backend_gone,
+            on_gone=lambda backend, model: self._backends.gone(backend, model),
             api_keys=self._loaded.api_keys,
         )
         for model in config.models:
@@ -210,7 +197,7 @@ class Node:
             self._mesh.member,
             is_at=lambda name, ip: self._kv.paths.is_at(name, ip),
         )
-        self._fingerprints = StateFingerprints(config.models)
+        fingerprints = StateFingerprints(config.models)
         worker = KvWorker(
             folders.replicas or folders.run / "replicas",
             int(config.kv_share.memory),
@@ -224,7 +211,7 @@ class Node:
             keys,
             origins,
             self._dispatcher,
-            self._fingerprints.of,
+            fingerprints.of,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
             LinkHost(link_addresses, listeners.hears),
         )
@@ -296,9 +283,16 @@ class Node:
             external=self._supervisor.external,
             allows_origin=self._pages.allows,
         )
-        self._stalls = StallWatch(STALL_S, SILENT_S)
-        self._epochs: dict[str, int] = {}
-        self._told: set[str] = set()  # backends whose context was looked at since they started
+        self._backends = Backends(
+            config,
+            self._supervisor,
+            self._dispatcher,
+            self._kv,
+            self._activity,
+            self._perf,
+            fingerprints,
+            self._api.inference.abandon,
+        )
 
     def _bind_api(self) -> socket.socket:
         host, port = self._config.api.host, self._config.api.port
@@ -321,104 +315,9 @@ class Node:
     async def _prepare(self, grant: Grant) -> None:
         await self._kv.prepare(grant)
 
-    def _decided(self, request_id: str, question: Question, choice: Choice) -> None:
-        if self._trace is not None:
-            self._trace.add(request_id, question, choice)
-
     def _turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
-        if not grant.is_forward:
-            match outcome.result:
-                case "done":
-                    self._supervisor.succeeded(grant.backend)
-                case "stalled":
-                    self._supervisor.stalled(grant.backend)
-                case "unreachable" | "broken":
-                    self._supervisor.hard_failure(grant.backend, outcome.detail or outcome.result)
+        self._backends.turn_ended(grant, outcome)
         self._kv.turn_ended(grant, outcome, binding)
-
-    async def _watch_stalls(self) -> None:
-        """Give up requests an engine has lost, so that they run elsewhere and the engine is replaced."""
-        while True:
-            await asyncio.sleep(STALL_LOOK_S)
-            now = time.monotonic()
-            for view in self._supervisor.views():
-                silent = view.phase == SILENT
-                self._stalls.looked(view.id, view.busy, cpu_seconds(view.pid), silent, now)
-            for request_id in self._stalls.lost(self._dispatcher.running(), now):
-                self._api.inference.abandon(request_id, "its engine took it and stands still")
-            for request_id in self._dispatcher.lost_forwards(STALL_S):
-                self._api.inference.abandon(request_id, "its node left, or has fallen silent")
-
-    def _backend_changed(self, view: BackendView) -> None:
-        if self._epochs.get(view.id) != view.epoch:
-            self._epochs[view.id] = view.epoch
-            self._dispatcher.sessions.engine_restarted(view.id)
-            self._told.discard(view.id)
-            self._dispatcher.sessions.ram_cache(view.id, self._ram_tokens(view))
-        if view.status == "healthy" and view.id not in self._told:
-            self._told.add(view.id)
-            wanted = next((m.context for m in self._supervisor.models if m.name == view.model), 0)
-            if view.ctx < wanted:
-                log.warning(
-                    "backend.context %s: %d tokens a slot, not the configured %d", view.id, view.ctx, wanted
-                )
-        self._dispatcher.slots.put_backend(
-            view.id,
-            model=view.model,
-            url=view.url or "",
-            n_slots=view.n_slots,
-            routable=view.status == "healthy" and view.url is not None,
-        )
-        self._kv.backend_changed(view)
-        self._activity.backend_changed(view)
-        self._dispatcher.wake()
-
-    def _backend_gone(self, backend: str, model: str) -> None:
-        """Parked, reconfigured or removed: another one may come by its name."""
-        self._epochs.pop(backend, None)
-        self._told.discard(backend)
-        self._stalls.forget(backend)
-        self._dispatcher.sessions.engine_restarted(backend)
-        self._dispatcher.slots.remove_backend(backend)
-        if not any(known.name == model for known in self._supervisor.models):
-            self._dispatcher.slots.remove_model(model)
-        self._kv.backend_gone(backend, model)
-        self._dispatcher.wake()
-
-    async def _apply_models(self, loaded: LoadedConfig) -> None:
-        """The models of a reloaded config; all else of it waits for a restart."""
-        before = {model.name for model in self._supervisor.models}
-        models = loaded.config.models
-        facts = await self._machine_facts(msgspec.structs.replace(self._config, models=models))
-        self._fingerprints.configure(models)
-        await self._perf.configured(models)
-        self._supervisor.apply(models, facts=facts, hidden_env=_hidden_env(loaded), api_keys=loaded.api_keys)
-        for name in before.difference(model.name for model in models):
-            self._dispatcher.slots.remove_model(name)
-        for model in models:
-            self._dispatcher.slots.add_model(model.name)
-        self._dispatcher.wake()  # those who wait for a model that is gone are told
-
-    async def _machine_facts(self, config: Config) -> HostFacts:
-        facts = await asyncio.to_thread(machine_facts, config)
-        for model in config.models:
-            if model.gpus and facts.vendor == "none":
-                log.warning("%s: no GPU tool found here, gpus %s may not be there", model.name, model.gpus)
-        return facts
-
-    def _ram_tokens(self, view: BackendView) -> int:
-        """What the engine's RAM prompt cache is believed to take; 0 where operator arguments decide."""
-        model = next((m for m in self._supervisor.models if m.name == view.model), None)
-        if (
-            model is None
-            or model.engine != "llamacpp"
-            or any(arg.startswith(("--cache-ram", "-cram")) for arg in model.args)
-        ):
-            return 0
-        mib = model.llamacpp.cache_ram_mib
-        if mib == -1:
-            return view.ctx * view.n_slots  # bytes have no limit then, but tokens have
-        return (RAM_DEFAULT_MIB if mib is None else mib) * MIB // RAM_TOKEN_BYTES
 
     def _worker_lost(self) -> None:
         self._kv.worker_restarted()
@@ -484,12 +383,6 @@ class Node:
         self._activity.log.close()
         self._hub.close()
         await self._api.stop(0.0 if self._hurry.is_set() else 1.0)
-
-
-def _hidden_env(loaded: LoadedConfig) -> frozenset[str]:
-    """Variables no engine may inherit."""
-    mesh = loaded.config.mesh
-    return frozenset((mesh.secret_env, mesh.secret_prev_env, *loaded.api_keys))
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -52,7 +52,7 @@ class RequestLog:
             text = line(
                 "request.refused",
                 request=ask.request_id,
-                model=ask.model,
+                model=ask.model or None,  # "" when the body was not understood
                 entry=ask.forwarded_by,
                 status=error.http_status,
                 code=error.code,

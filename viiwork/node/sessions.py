@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from viiwork.core.conversations import Conversations, Identity
-from viiwork.core.holdings import Holding, PeerHoldings, held_by_peers, unproven_tokens
+from viiwork.core.holdings import Holding, PeerHoldings, Where, held_by_peers, still_right
 from viiwork.core.replicas import ReplicaTable
 from viiwork.core.sessions import Binding, SessionKey, SessionTable
 from viiwork.core.turn import Ask, Grant, Held, Outcome
@@ -50,7 +50,9 @@ class NodeSessions:
         if identity is None:
             return ask
         self.conversations.began(ask, identity.session)
-        return ask if ask.session else msgspec.structs.replace(ask, session=identity.session)
+        return msgspec.structs.replace(
+            ask, session=identity.session, parent=identity.parent, shared_tokens=identity.shared_tokens
+        )
 
     def ended(self, ask: Ask) -> None:
         """The turn is over, or this try of it."""
@@ -75,8 +77,7 @@ class NodeSessions:
         if ask.forwarded_by is None and identity is not None:
             self._count(identity, grant, outcome)
         if before is not None and grant.slot is not None and before.node in (self._me, ""):
-            backend = before.ref.backend if before.ref is not None else before.ram
-            if backend and backend != grant.backend:
+            if before.backend and before.backend != grant.backend:
                 self._counts["backend_moves"] += 1
             elif before.ref is not None and before.ref.slot != grant.slot:
                 self._counts["slot_moves"] += 1
@@ -102,12 +103,12 @@ class NodeSessions:
     def held(self, ask: Ask) -> dict[str, Held]:
         """What each node holds of the ask's prompt."""
         found = held_by_peers(ask, self.peers)
-        for node, unreported in self._unreported.items() if ask.session is not None else ():
-            turn = unreported.get((ask.session or "", ask.model))
-            if turn is not None:
-                is_whole = ask.chain is None or turn.tip in ask.chain.links
-                n_tokens = turn.n_tokens if is_whole else unproven_tokens(ask, turn.tip, turn.n_tokens)
-                found[node] = Held(n_tokens, "slot")
+        for session in {ask.session, ask.parent} - {None}:
+            for node, unreported in self._unreported.items():
+                turn = unreported.get((session or "", ask.model))
+                if turn is not None:
+                    n_tokens = still_right(ask, session or "", turn.tip, turn.n_tokens)
+                    found[node] = Held(n_tokens, "slot")
         own = self._held_here(ask)
         if own is not None:
             found[self._me] = own
@@ -160,23 +161,23 @@ class NodeSessions:
         }
 
     def _held_here(self, ask: Ask) -> Held | None:
+        found: list[Held] = []
         if ask.chain is not None:
             there = self.table.longest(ask.model, ask.chain.links)
             if there is not None:
-                return Held(there.n_tokens, "slot" if there.ref is not None else "ram")
-        if ask.session is None:
-            return None
-        key = (ask.session, ask.model)
-        binding, replica = self.table.get(key), self.replicas.get(key)
-        here = binding if binding is not None and binding.is_here else None
-        if replica is not None and (here is None or replica.generation > here.generation):
-            n_tokens = replica.n_tokens
-            if replica.tip and ask.chain is not None and replica.tip not in ask.chain.links:
-                n_tokens = unproven_tokens(ask, replica.tip, n_tokens)
-            return Held(n_tokens, "replica")
-        if here is None:
-            return None
-        return Held(unproven_tokens(ask, here.tip, here.n_tokens), "slot" if here.ref is not None else "ram")
+                found.append(Held(there.n_tokens, "slot" if there.ref is not None else "ram"))
+        for session in {ask.session, ask.parent} - {None}:
+            key = (session or "", ask.model)
+            binding, replica = self.table.get(key), self.replicas.get(key)
+            here = binding if binding is not None and binding.is_here else None
+            if replica is not None and (here is None or replica.generation > here.generation):
+                n_tokens = still_right(ask, key[0], replica.tip, replica.n_tokens)
+                found.append(Held(n_tokens, "replica"))
+            elif here is not None:
+                n_tokens = still_right(ask, key[0], here.tip, here.n_tokens)
+                found.append(Held(n_tokens, "slot" if here.ref is not None else "ram"))
+        best = max(found, key=lambda held: held.n_tokens, default=None)
+        return best if best is not None and best.n_tokens else None
 
     def _list(self) -> tuple[Holding, ...]:
         found = []
@@ -184,10 +185,8 @@ class NodeSessions:
             if not binding.is_here:
                 continue
             facts = session, model, binding.tip, binding.scope, binding.n_tokens
-            if binding.ref is not None:
-                found.append(Holding(*facts, "slot", binding.generation, binding.ref.backend))
-            else:
-                found.append(Holding(*facts, "ram", binding.generation, binding.ram))
+            where: Where = "slot" if binding.ref is not None else "ram"
+            found.append(Holding(*facts, where, binding.generation, binding.backend))
         own = {(h.session, h.model): h.generation for h in found}
         for replica in self.replicas:
             if own.get(replica.key, -1) < replica.generation:

@@ -219,7 +219,8 @@ def fleet_json(
     body: dict[str, object] = {"view": view}
     if ver:
         body["ver"] = ver
-    body["stale_after_s"] = int(stale_after_s) if float(stale_after_s).is_integer() else stale_after_s
+    seconds = float(stale_after_s)  # the config has a type of its own for them, which nobody can encode
+    body["stale_after_s"] = int(seconds) if seconds.is_integer() else seconds
     body["models"] = [_fleet_model_json(m) for m in models]
     if resolved_from is not None:
         body["resolved_from"] = resolved_from

@@ -14,7 +14,7 @@ import msgspec
 from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 from viiwork.errors import ChannelError
 from viiwork.limits import KV_CHUNK_MAX_BYTES, KV_MESSAGE_MAX_BYTES
@@ -61,9 +61,11 @@ def warm_up() -> None:
     """Use each primitive once: the first X25519 of a process takes 20-40 ms, the next ones 0.1."""
     near, far = Initiator(bytes(32), "a", bytes(32), encrypt=True), Responder((bytes(32),), "b", bytes(32))
     proof, session = near.finish(far.answer(near.hello(), "a", require_encrypt=True), "b")
-    frame = Sealer(session.send, encrypt=True).seal(FrameType.DATA, b"")
-    opener = Opener(far.finish(proof).receive, encrypt=True)
-    opener.open(read_header(frame.header, 0), bytearray(frame.tag))
+    opened = far.finish(proof)
+    for aes in (False, True):
+        frame = Sealer(session.send, encrypt=True, aes=aes).seal(FrameType.DATA, b"")
+        opener = Opener(opened.receive, encrypt=True, aes=aes)
+        opener.open(read_header(frame.header, 0), bytearray(frame.tag))
 
 
 # -- handshake -------------------------------------------------------------------------------------
@@ -72,6 +74,7 @@ _HELLO = struct.Struct("<4sBBH32sB255s")
 HELLO_BYTES = _HELLO.size + PROOF_BYTES
 _HELLO_MAGIC = b"VWKV"
 _ENCRYPT = 1
+_AES = 2  # of the initiator: it would rather have AES-256-GCM; of the responder: that is what is used
 
 
 class Role(enum.IntEnum):
@@ -95,6 +98,7 @@ class Session:
     receive: Keys
     encrypt: bool
     peer_name: str
+    aes: bool = False  # AES-256-GCM encrypts, not ChaCha20-Poly1305
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +106,20 @@ class Hello:
     ephemeral: bytes
     name: str
     encrypt: bool
+    aes: bool
     body: bytes  # as it travelled, without the proof
     proof: bytes
 
 
 class Initiator:
-    """The sending side: `hello()`, then `finish(answer)` gives the proof to send and the session."""
+    """The sending side: `hello()`, then `finish(answer)` gives the proof to send and the session.
 
-    def __init__(self, key: bytes, name: str, private: bytes, *, encrypt: bool) -> None:
-        self._key, self._private, self._encrypt = key, private, encrypt
-        self._body = _hello_body(Role.INITIATOR, name, _public_of(private), encrypt)
+    `aes` on either side: AES-GCM is the faster cipher there. It is used when it is on both.
+    """
+
+    def __init__(self, key: bytes, name: str, private: bytes, *, encrypt: bool, aes: bool = False) -> None:
+        self._key, self._private, self._encrypt, self._aes = key, private, encrypt, encrypt and aes
+        self._body = _hello_body(Role.INITIATOR, name, _public_of(private), encrypt, self._aes)
 
     def hello(self) -> bytes:
         return self._body + _keyed(self._key, b"hello", self._body)
@@ -125,16 +133,18 @@ class Initiator:
         _expect(peer.name, expect_name)
         if peer.encrypt != self._encrypt:
             raise ChannelError("protocol", "the peer changed the encryption")
-        session = Session(agreed.to_responder, agreed.to_initiator, self._encrypt, peer.name)
+        if peer.aes and not self._aes:
+            raise ChannelError("protocol", "the peer chose a cipher that was not offered")
+        session = Session(agreed.to_responder, agreed.to_initiator, self._encrypt, peer.name, peer.aes)
         return agreed.proof_initiator, session
 
 
 class Responder:
     """The receiving side: `answer(hello)` gives the bytes to send, `finish(proof)` the session."""
 
-    def __init__(self, keys: tuple[bytes, ...], name: str, private: bytes) -> None:
-        self._keys, self._name, self._private = keys, name, private
-        self._pending: tuple[_Agreed, Hello] | None = None
+    def __init__(self, keys: tuple[bytes, ...], name: str, private: bytes, *, aes: bool = False) -> None:
+        self._keys, self._name, self._private, self._aes = keys, name, private, aes
+        self._pending: tuple[_Agreed, Hello, bool] | None = None
 
     def answer(self, hello: bytes, expect_name: str, *, require_encrypt: bool) -> bytes:
         """Raises `ChannelError` (`wrong_key`, `wrong_peer`, `version`, `protocol`, `plaintext`)."""
@@ -147,19 +157,20 @@ class Responder:
         _expect(peer.name, expect_name)
         if require_encrypt and not peer.encrypt:
             raise ChannelError("plaintext", "the peer does not encrypt, this node asks for it")
-        body = _hello_body(Role.RESPONDER, self._name, _public_of(self._private), peer.encrypt)
+        aes = peer.aes and self._aes
+        body = _hello_body(Role.RESPONDER, self._name, _public_of(self._private), peer.encrypt, aes)
         agreed = _agree(key, self._private, peer, peer.body, body)
-        self._pending = agreed, peer
+        self._pending = agreed, peer, aes
         return body + agreed.proof_responder
 
     def finish(self, proof: bytes) -> Session:
         """Raises `ChannelError` (`wrong_key`): a replayed hello gets this far and no further."""
         if self._pending is None:
             raise ChannelError("protocol", "a proof before the hello")
-        agreed, peer = self._pending
+        agreed, peer, aes = self._pending
         if not hmac.compare_digest(proof, agreed.proof_initiator):
             raise ChannelError("wrong_key", "the peer's proof is wrong")
-        return Session(agreed.to_initiator, agreed.to_responder, peer.encrypt, peer.name)
+        return Session(agreed.to_initiator, agreed.to_responder, peer.encrypt, peer.name, aes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +202,12 @@ def _agree(key: bytes, private: bytes, peer: Hello, body_i: bytes, body_r: bytes
     )
 
 
-def _hello_body(role: Role, name: str, ephemeral: bytes, encrypt: bool) -> bytes:
+def _hello_body(role: Role, name: str, ephemeral: bytes, encrypt: bool, aes: bool) -> bytes:
     raw = name.encode()
     if not 1 <= len(raw) <= NAME_MAX_BYTES:
         raise ValueError("a node name is 1 to 255 bytes")
-    return _HELLO.pack(_HELLO_MAGIC, VERSION, role, _ENCRYPT * encrypt, ephemeral, len(raw), raw)
+    flags = _ENCRYPT * encrypt | _AES * aes
+    return _HELLO.pack(_HELLO_MAGIC, VERSION, role, flags, ephemeral, len(raw), raw)
 
 
 def _read_hello(data: bytes, role: Role) -> Hello:
@@ -205,7 +217,7 @@ def _read_hello(data: bytes, role: Role) -> Hello:
     magic, version, found, flags, ephemeral, name_bytes, raw = _HELLO.unpack(body)
     if magic != _HELLO_MAGIC or found != role:
         raise ChannelError("protocol", "not a hello of this protocol")
-    if version != VERSION or flags & ~_ENCRYPT:
+    if version != VERSION or flags not in (0, _ENCRYPT, _ENCRYPT | _AES):
         raise ChannelError("version", f"the peer speaks version {version} with flags {flags:#x}")
     if name_bytes == 0 or any(raw[name_bytes:]):
         raise ChannelError("protocol", "a malformed name")
@@ -213,7 +225,7 @@ def _read_hello(data: bytes, role: Role) -> Hello:
         name = raw[:name_bytes].decode()
     except UnicodeDecodeError:
         raise ChannelError("protocol", "a malformed name") from None
-    return Hello(ephemeral, name, bool(flags & _ENCRYPT), body, proof)
+    return Hello(ephemeral, name, bool(flags & _ENCRYPT), bool(flags & _AES), body, proof)
 
 
 def _expect(name: str, wanted: str) -> None:
@@ -289,12 +301,15 @@ def read_header(data: bytes | bytearray | memoryview, expect_seq: int) -> Header
     return Header(type_, seq, offset, wire_len)
 
 
+Payload = bytes | bytearray | memoryview
+
+
 @dataclass(frozen=True, slots=True)
 class Sealed:
     """A frame on its way: three pieces that go out one after the other, and the payload's plain digest."""
 
     header: bytes
-    payload: bytes | bytearray | memoryview
+    payload: Payload
     tag: bytes
     digest: bytes
 
@@ -302,57 +317,80 @@ class Sealed:
 class Sealer:
     """Numbers and proves outgoing frames of one direction; one owner at a time."""
 
-    def __init__(self, keys: Keys, *, encrypt: bool) -> None:
+    def __init__(self, keys: Keys, *, encrypt: bool, aes: bool = False) -> None:
         self._mac = keys.mac
-        self._aead = ChaCha20Poly1305(keys.aead) if encrypt else None
+        self._aead = _cipher_of(keys, aes) if encrypt else None
         self._seq = 0
 
-    def seal(self, type_: FrameType, payload: bytes | bytearray | memoryview, offset: int = 0) -> Sealed:
-        """Without encryption `payload` is borrowed until the frame is sent."""
-        header = Header(type_, self._seq, offset, len(payload)).pack()
+    def seal(
+        self, type_: FrameType, payload: Payload, offset: int = 0, into: bytearray | memoryview | None = None
+    ) -> Sealed:
+        """Without encryption `payload` is borrowed until the frame is sent; with it `into` is, when given.
+
+        `into` is no part of `payload` and holds it and a tag.
+        """
         digest = blake3(payload).digest()
         if self._aead is None:
-            sealed = Sealed(header, payload, _mac_of(self._mac, header, digest), digest)
-        else:
-            secret = self._aead.encrypt(_nonce(self._seq), payload, header)
-            view = memoryview(secret)
-            sealed = Sealed(header, view[:-TAG_BYTES], bytes(view[-TAG_BYTES:]), digest)
+            header, tag = self._prove(type_, len(payload), digest, offset)
+            return Sealed(header, payload, tag, digest)
+        header = Header(type_, self._seq, offset, len(payload)).pack()
+        if into is None:
+            into = bytearray(len(payload) + TAG_BYTES)
+        secret = memoryview(into)[: len(payload) + TAG_BYTES]
+        self._aead.encrypt_into(_nonce(self._seq), payload, header, secret)
         self._seq += 1
-        return sealed
+        return Sealed(header, secret[:-TAG_BYTES], bytes(secret[-TAG_BYTES:]), digest)
+
+    def prove(self, type_: FrameType, size: int, digest: bytes, offset: int = 0) -> Sealed:
+        """A plain frame without its payload, which has this digest and is sent from where it lies."""
+        if self._aead is not None:
+            raise ValueError("what is encrypted cannot be sent from where it lies")
+        header, tag = self._prove(type_, size, digest, offset)
+        return Sealed(header, b"", tag, digest)
+
+    def _prove(self, type_: FrameType, size: int, digest: bytes, offset: int) -> tuple[bytes, bytes]:
+        header = Header(type_, self._seq, offset, size).pack()
+        self._seq += 1
+        return header, _mac_of(self._mac, header, digest)
 
 
 class Opener:
     """Checks incoming frames of one direction, in order; one owner at a time."""
 
-    def __init__(self, keys: Keys, *, encrypt: bool) -> None:
+    def __init__(self, keys: Keys, *, encrypt: bool, aes: bool = False) -> None:
         self._mac = keys.mac
-        self._aead = ChaCha20Poly1305(keys.aead) if encrypt else None
+        self._aead = _cipher_of(keys, aes) if encrypt else None
         self._seq = 0
 
     def open(
-        self, header: Header, body: bytearray | memoryview
-    ) -> tuple[bytes | bytearray | memoryview, bytes]:
+        self, header: Header, body: bytearray | memoryview, into: bytearray | None = None
+    ) -> tuple[Payload, bytes]:
         """Payload and its digest; `body` is what followed the header, the tag at its end.
 
-        Without encryption the payload is a view of `body`. Raises `ChannelError` (`corrupt`).
+        The payload is a view of `body`, with encryption of `into`, which is no part of `body` and holds
+        at least the payload. Raises `ChannelError` (`corrupt`).
         """
         if header.seq != self._seq or len(body) != header.wire_len + TAG_BYTES:
             raise ChannelError("protocol", "frames out of order")
         packed = header.pack()
-        payload: bytes | bytearray | memoryview
         if self._aead is None:
             payload, tag = memoryview(body)[:-TAG_BYTES], bytes(body[-TAG_BYTES:])
             digest = blake3(payload).digest()
             if not hmac.compare_digest(tag, _mac_of(self._mac, packed, digest)):
                 raise ChannelError("corrupt", "a frame's proof is wrong")
         else:
+            payload = memoryview(bytearray(header.wire_len) if into is None else into)[: header.wire_len]
             try:
-                payload = self._aead.decrypt(_nonce(header.seq), body, packed)
+                self._aead.decrypt_into(_nonce(header.seq), body, packed, payload)
             except InvalidTag:
                 raise ChannelError("corrupt", "a frame's proof is wrong") from None
             digest = blake3(payload).digest()
         self._seq += 1
         return payload, digest
+
+
+def _cipher_of(keys: Keys, aes: bool) -> AESGCM | ChaCha20Poly1305:
+    return AESGCM(keys.aead) if aes else ChaCha20Poly1305(keys.aead)
 
 
 def pack_refusal(reason: str, detail: str) -> bytes:

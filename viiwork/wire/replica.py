@@ -15,7 +15,7 @@ from viiwork.limits import (
     KV_TOKENS_MAX,
     MIB,
 )
-from viiwork.wire.savefile import GGML_TYPES, Plane, StateShape
+from viiwork.wire.whole_file import GGML_TYPES, Plane, StateShape
 
 MANIFEST_VERSION = 1
 DIGEST_BYTES = 32

@@ -9,13 +9,13 @@ from viiwork.core.receipts import Receipt, Step, reasons
 from viiwork.core.turn import Outcome
 
 
-def receipt_json(node: str, policy: Policy, receipt: Receipt) -> dict[str, Any]:
-    """What `node` decided about a request; what is not known is left out."""
+def receipt_json(node: str, policy: Policy, receipt: Receipt, at_unix_ms: int) -> dict[str, Any]:
+    """What `node` decided about a request that came at `at_unix_ms`; what is not known is left out."""
     body: dict[str, Any] = {
         "request": receipt.request_id,
         "node": node,
         "model": receipt.model,
-        "at_unix_ms": receipt.at_unix_ms,
+        "at_unix_ms": at_unix_ms,
         "body_bytes": receipt.body_bytes,
     }
     if receipt.session is not None:

@@ -6,6 +6,9 @@ passed deadline) with errno set. Sockets may be blocking or not: waiting is done
 
 from libc.errno cimport ETIMEDOUT
 from libc.stdint cimport int64_t, uint8_t
+from libc.stdlib cimport free, malloc
+
+from viiwork.native.ranges cimport ranges_of, vw_range
 
 import os
 
@@ -16,6 +19,9 @@ cdef extern from "vw_io.h" nogil:
 
     int vw_send_all(int fd, const iovec *pieces, size_t n_pieces, int silence_ms, int64_t deadline_ms,
                     size_t *done)
+    size_t VW_SENDFILE_BYTES
+    int vw_send_ranges(int fd, iovec head, int file_fd, const vw_range *ranges, size_t n_ranges, iovec tail,
+                       uint8_t *scratch, int silence_ms, int64_t deadline_ms, size_t *done)
     int vw_recv_exact(int fd, uint8_t *into, size_t size, int silence_ms, int64_t deadline_ms, size_t *done)
     int vw_pread_exact(int fd, uint8_t *into, size_t size, int64_t offset, size_t *done)
     int vw_pwrite_all(int fd, const uint8_t *data, size_t size, int64_t offset, size_t *done)
@@ -52,6 +58,34 @@ def send_all(int fd, const uint8_t[::1] head not None, const uint8_t[::1] payloa
         code = vw_send_all(fd, pieces, 3, silence_ms, deadline_ms, &done)
     if code:
         failed(code, "send", done, head.shape[0] + payload.shape[0] + tail.shape[0])
+
+
+def send_ranges(int fd, const uint8_t[::1] head not None, int file_fd, ranges not None,
+                const uint8_t[::1] tail not None, int silence_ms, double deadline) -> None:
+    """Send head, the (offset, size) ranges of a file and tail as one run of bytes; time limits as in `send_all`.
+
+    Ranges of 256 KiB and more go from the page cache by sendfile, shorter ones are gathered. The socket is
+    made non-blocking, as sendfile has no flag for that. A file that ends early is OSError ENODATA.
+    """
+    cdef iovec first, last
+    cdef size_t n_ranges = 0, total = 0, done = 0
+    cdef int code
+    cdef int64_t deadline_ms = to_ms(deadline)
+    first.iov_base = <void *>&head[0] if head.shape[0] else NULL
+    first.iov_len = <size_t>head.shape[0]
+    last.iov_base = <void *>&tail[0] if tail.shape[0] else NULL
+    last.iov_len = <size_t>tail.shape[0]
+    cdef vw_range *parts = ranges_of(ranges, &n_ranges, &total)
+    cdef uint8_t *scratch = <uint8_t *>malloc(VW_SENDFILE_BYTES)
+    if scratch == NULL:
+        free(parts)
+        raise MemoryError("no memory to gather ranges in")
+    with nogil:
+        code = vw_send_ranges(fd, first, file_fd, parts, n_ranges, last, scratch, silence_ms, deadline_ms, &done)
+        free(scratch)
+        free(parts)
+    if code:
+        failed(code, "send", done, head.shape[0] + <Py_ssize_t>total + tail.shape[0])
 
 
 def recv_exact(int fd, uint8_t[::1] into not None, int silence_ms, double deadline) -> None:

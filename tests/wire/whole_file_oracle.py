@@ -1,4 +1,4 @@
-"""A reference reader of save-files: simple, unbounded, whole file in memory. The law for `savefile.parse`."""
+"""A reference reader of save-files: simple, unbounded, in memory whole. The law for `whole_file.parse`."""
 
 from __future__ import annotations
 
