@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import importlib.util
+import uuid
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.fakes.netns import Lan, ip
 
-from .links import PATIENCE_S, Cable, ends, sent_bytes, shape
+from .lan import lan_node, running, until_all_see_all
+from .links import PATIENCE_S, SECRET, Cable, ends, sent_bytes, shape
+from .nodes import model_entry
+from .test_two_nodes import chat, opening, reused_share, said, until_received
 
 pytestmark = [pytest.mark.netns]
 
@@ -230,3 +235,32 @@ async def test_an_api_kept_to_the_mesh_address_also_listens_at_links_named_in_th
         async with ends(lan, tmp_path, state, hosts=only) as (a, _):
             link = await a.until_link("n1", "was probed", lambda link: "rtt_ms" in link)
             assert [path["addr"] for path in link["paths"]] == ["10.79.1.3"]
+
+
+@pytest.mark.engine
+async def test_a_session_of_real_nodes_moves_over_their_cable(
+    tmp_path: Path, smollm2: Path, http: aiohttp.ClientSession
+):
+    with Lan(2) as lan:
+        Cable(lan, 0, 1, "eth1", "10.79.2")
+        for netns in lan.names:
+            shape(netns, "eth0", "100mbit")
+        small, share = model_entry("small", smollm2), "kv_share: {min_tokens: 64}"
+        env = {"VIIWORK_MESH_SECRET": SECRET}
+        nodes = [lan_node(lan, i, tmp_path, small, extra=share, env=env) for i in range(2)]
+        with running(*nodes):
+            await until_all_see_all(http, nodes)
+            await nodes[0].until(http, "linked", lambda s: best_of(s) == ["10.79.2.2"])
+            await nodes[1].until(http, "linked", lambda s: best_of(s) == ["10.79.2.1"])
+            messages, session = opening(300), uuid.uuid4().hex
+            first = await chat(http, nodes[0], messages, session)
+            await until_received(http, nodes[1], 0)
+            status = await nodes[0].until(http, "told", lambda s: s["kv_share"]["last"])
+            assert status["kv_share"]["last"][-1]["path"] == "10.79.2.2"
+            messages += [said(first), {"role": "user", "content": "Go on."}]
+            warm = await chat(http, nodes[1], messages, session)
+            assert warm["node"] == "n1" and reused_share(warm) >= 0.9
+
+
+def best_of(status: dict[str, Any]) -> list[str]:
+    return [link["addr"] for link in status["kv_share"]["links"]]
