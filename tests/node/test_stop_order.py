@@ -28,7 +28,7 @@ async def test_peers_route_elsewhere_while_a_leaving_nodes_last_request_still_ru
             while (await b.get(http, "/v1/models"))["data"]:
                 await asyncio.sleep(0.02)
         assert not last.done(), "it left before it drained"
-        assert await ask(http, b, question("late")) == (404, "")
+        assert await ask(http, b, question("late")) == (503, "")
         assert await last == (200, "a")
         assert a.process is not None
         assert await asyncio.to_thread(a.process.wait, 30) == 0
