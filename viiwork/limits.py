@@ -283,6 +283,33 @@ KV_RESTART_MAX_S = 30.0  # a worker that dies at once is tried twice a minute
 KV_STABLE_S = 60.0  # a worker that lived this long starts again with the shortest pause
 KV_LOG_LINE_MAX_BYTES = 4096  # a longer line of a worker's error output is cut
 
+# -- direct links ----------------------------------------------------------------------------------
+LINK_ADDRESSES_MAX = 16  # told to a peer, and believed of one; a host with more has bridges of its guests
+LINK_PATHS_MAX = 32  # probed to one peer; about 400 B each, 13 KiB
+LINK_PEERS_MAX = 128  # peers with paths of their own, 2 MiB; the others are reached by their mesh address
+LINK_LOOK_S = 5.0  # how often this machine's addresses are looked at: a cable just plugged in is soon used
+LINK_CHECK_S = 60.0  # between two rounds of probes to a peer; a round is a few requests of 16 KiB
+LINK_AGAIN_S = 5.0  # the same after a failure; doubles up to LINK_CHECK_S
+LINK_CHECKS_AT_ONCE = 8  # peers being probed; each has one probe under way
+LINK_PROBE_S = 2.0  # for one whole probe; a path that takes longer is no better than none
+LINK_PAD_BYTES = 16 * KIB  # of a probe, both ways: more than a jumbo frame, for small packets pass anywhere
+LINK_BODY_MAX_BYTES = 64 * KIB  # of a question; its pad and 16 addresses are 18 KiB
+LINK_ANSWER_MAX_BYTES = 64 * KIB  # of an answer, held while it is decoded; LINK_CHECKS_AT_ONCE of them
+LINK_BODY_S = 5.0  # for a question's body to come
+LINK_QUESTIONS_AT_ONCE = 16  # being read, because no proof can be checked before: 1 MiB at worst
+LINK_RATE_ALPHA = 0.3  # weight of the newest transfer; the last seven or so matter
+LINK_RATE_MIN_BYTES = 4 * MIB  # a smaller transfer measures its round trips
+LINK_RATE_KEPT_S = 600.0  # a measured speed is believed so long; congestion then is not the link's speed
+LINK_KEPT_MIN = 0.25  # of its nominal speed; a path measured below it hides a slower link, not a slow machine
+LINK_GUESS_BYTES_PER_S = 125e6  # of a path nobody knows the speed of: 1 Gb/s, the commonest link
+LINK_TUNNEL_BYTES_PER_S = 50e6  # the same of a tailnet's tunnel, whose cipher runs on one core
+LINK_WINDOW_BYTES = 4 * MIB  # in flight on one connection; Linux grows its buffers to 4-6 MiB
+LINK_NEAR_S = 0.03  # a shorter round trip bounds nothing: a busy machine adds as much to it
+LINK_SILENCE_MS = 3000  # a direct link that acknowledges nothing for so long is cut: there is another path
+LINK_LISTENERS_MAX = 64  # addresses the API listens at for them; a cable replugged more often than that waits
+LINK_SUPERSEDE_S = 0.5  # between two tries while the peer still takes a broken-off transfer for running
+LINK_SUPERSEDE_TRIES = 20  # 10 s: its own KV_SILENCE_S and room
+
 # -- node ------------------------------------------------------------------------------------------
 STALL_S = 5.0  # a request unanswered on an idle engine for so long is lost: five polls are no accident
 SILENT_S = 1.0  # after an engine left routing by its silence: one more look, then its unbegun requests move

@@ -107,14 +107,14 @@ def test_fleet_free_stays_between_zero_and_slots(hosts):
         assert m.free == sum(h.model.free for h in m.hosts if h.model is not None)
 
 
-def test_states_move_only_between_engines_that_agree_on_everything_but_the_context():
+def test_states_move_only_between_engines_that_agree_on_all_that_rendering_cannot_change():
     assert KV.matches(replace(KV, n_ctx=512))
+    assert KV.matches(replace(KV, v_trans=True))
     for change in (
         {"model_fp": "x"},
         {"state": "5"},
         {"cache_type_k": "q8_0"},
         {"cache_type_v": "q8_0"},
-        {"v_trans": True},
     ):
         assert not KV.matches(replace(KV, **change))
     assert not KV.matches(None)

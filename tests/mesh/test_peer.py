@@ -122,7 +122,7 @@ async def test_a_refusal_carries_status_and_the_peers_words(peer, serve):
         ([SWITCH.replace(b"viiwork-kv/2", b"websocket")], "switched to 'websocket'"),
         ([b"HTTP/1.1 101 x\r\n\r\n"], "switched to ''"),
         ([b"SSH-2.0-OpenSSH\r\n\r\n"], "SSH"),
-        ([b"HTTP/1.1 1O1 x\r\n\r\n"], "answered the upgrade with"),
+        ([b"HTTP/1.1 1O1 x\r\n\r\n"], "answered with"),
         ([b"x" * 4096] * (CHANNEL_HEAD_MAX_BYTES // 4096 + 2), "endless head"),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"], "refused the channel with 200"),
         ([b"HTTP/1.1 500 x\r\nContent-Length: 8\r\n\r\n[[[[[[[["], "refused the channel with 500$"),

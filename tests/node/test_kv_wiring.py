@@ -245,6 +245,7 @@ async def test_a_turn_that_must_stay_stops_a_push_that_is_under_way():
         None,  # type: ignore[arg-type]
         EngineGates(),
         KvStats(),
+        None,  # type: ignore[arg-type]
     )
     never = asyncio.Event()
 

@@ -148,6 +148,20 @@ class Channels(Protocol):
         ...
 
 
+class Links(Protocol):
+    """This node's addresses, as peers ask for them. Both raise `ViiworkError` for who is no peer."""
+
+    def told(self, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str) -> bytes:
+        """Take a peer's table of addresses; the answer is this node's."""
+        ...
+
+    def probed(
+        self, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str, local_ip: str
+    ) -> bytes:
+        """Prove which node was reached at `local_ip`."""
+        ...
+
+
 class Viewer(Protocol):
     """A client of the mesh stream."""
 

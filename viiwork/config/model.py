@@ -134,6 +134,7 @@ class KvShareSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     workers: int = 1
     direct: Tri | tuple[str, ...] = Tri("auto")
     encrypt: Tri = Tri("auto")
+    plain: tuple[str, ...] = ()
     compress: Tri = Tri("auto")
     open: bool = False
 

@@ -142,3 +142,6 @@ def _kv_share(kv_share: KvShareSection) -> None:
         checks.at_most("kv_share.direct", len(kv_share.direct), limits.SEEDS_MAX, "addresses")
         for i, item in enumerate(kv_share.direct):
             addresses.network(f"kv_share.direct[{i}]", item)
+    checks.at_most("kv_share.plain", len(kv_share.plain), limits.SEEDS_MAX, "addresses")
+    for i, item in enumerate(kv_share.plain):
+        addresses.network(f"kv_share.plain[{i}]", item)

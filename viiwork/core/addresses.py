@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from typing import Literal
 
 Network = Literal["tailnet", "lan"]
@@ -45,6 +46,16 @@ def is_private_path(addr: str) -> bool:
     except ValueError:
         return False
     return ip.is_loopback or any(ip.version == net.version and ip in net for net in _TAILNET)
+
+
+def is_within(addr: str, networks: Iterable[str]) -> bool:
+    """Is the address one of these, or in one of these ranges?"""
+    try:
+        ip = _embedded(ipaddress.ip_address(addr))
+    except ValueError:
+        return False
+    nets = (ipaddress.ip_network(text) for text in networks)
+    return any(ip.version == net.version and ip in net for net in nets)
 
 
 def is_loopback(addr: str) -> bool:

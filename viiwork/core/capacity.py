@@ -22,11 +22,12 @@ class KvIdentity:
     def matches(self, other: KvIdentity | None) -> bool:
         """True if a state saved under `other` may be offered to an engine that is `self`.
 
-        The slot context is left out: a state fits wherever its tokens do, see `fits`.
+        The slot context is left out: a state fits wherever its tokens do, see `fits`. So is the order of V,
+        which rendering turns.
         """
         if other is None or not self.model_fp:
             return False
-        return replace(self, n_ctx=0) == replace(other, n_ctx=0)
+        return replace(self, n_ctx=0, v_trans=False) == replace(other, n_ctx=0, v_trans=False)
 
     def fits(self, n_tokens: int) -> bool:
         """True if a slot of this engine has room for the state and one more token."""

@@ -1,4 +1,4 @@
-"""This machine's addresses: the one of the default route, those it holds now, and who holds a port."""
+"""This machine's addresses: the default route's, those of its links and their speed, and who holds a port."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from viiwork.core.paths import LinkAddress
+
+_SYS_NET = Path("/sys/class/net")
 _ROUTE4 = Path("/proc/net/route")
 _ROUTE6 = Path("/proc/net/ipv6_route")
 _IF_INET6 = Path("/proc/net/if_inet6")
@@ -39,6 +42,55 @@ def holds_address(ip: str) -> bool:
     """True while an interface that is up has the address."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return any(ip in found for name, found in _interface_addresses().items() if name in up)
+
+
+def link_addresses() -> list[LinkAddress]:
+    """Addresses of the interfaces that are up and may lead to other machines, with their speeds."""
+    stats, unstable = psutil.net_if_stats(), _unstable_addresses()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        facts = stats.get(name)
+        if facts is None or not facts.isup or not leads_out(_SYS_NET / name):
+            continue
+        is_tunnel = (_SYS_NET / name / "tun_flags").exists()  # it claims 10 Mb/s, whatever carries it
+        speed = None if is_tunnel or facts.speed in (0, 0xFFFF, 0xFFFFFFFF) else facts.speed
+        for a in addresses:
+            ip = a.address.partition("%")[0]  # psutil writes link-local IPv6 as fe80::1%eth0
+            if a.family not in (socket.AF_INET, socket.AF_INET6) or ip in unstable:
+                continue
+            address = ipaddress.ip_address(ip)
+            if not (address.is_loopback or address.is_unspecified):
+                found.append(LinkAddress(str(address), _prefix_len(ip, a.netmask), name, speed, facts.mtu))
+    return found
+
+
+def leads_out(interface: Path) -> bool:
+    """May the interface with this folder of /sys/class/net have other machines behind it?
+
+    Not the ports of a bridge or bond, whose address is the bridge's, and not a bridge that only joins this
+    machine's own containers and guests. Where there is no such folder, nothing is known against it.
+    """
+    if (interface / "master").exists():
+        return False
+    ports = interface / "brif"
+    return not ports.is_dir() or any(not _is_guests(interface.parent / port.name) for port in ports.iterdir())
+
+
+def _is_guests(port: Path) -> bool:
+    """Is the port of a bridge the end of a container's or guest's cable?"""
+    try:
+        kind = (port / "uevent").read_text()
+    except OSError:
+        kind = ""
+    is_made_up = "/devices/virtual/" in str(port.resolve())
+    return is_made_up and not any(f"DEVTYPE={way}\n" in kind for way in ("bond", "vlan", "vxlan", "wlan"))
+
+
+def _prefix_len(ip: str, netmask: str | None) -> int:
+    """Bits of the network; without a mask the address stands alone."""
+    if not netmask:
+        return 128 if ":" in ip else 32
+    return int(ipaddress.ip_address(netmask)).bit_count()
 
 
 def address_towards(ip: str, port: int) -> str | None:

@@ -37,17 +37,11 @@ async def open_raw_channel(
     The socket is closed on every failure; raises ChannelRefused.
     """
     where = host_port(addr, port)
-    request = _request(where, path, headers, body)
-    sock = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET, socket.SOCK_STREAM)
+    head = {"Connection": "Upgrade", "Upgrade": PROTOCOL, **headers}
+    request = http_request(addr, port, path, head, body)
+    sock = await connected(addr, port, source_ip)
     try:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if source_ip:
-            try:
-                sock.bind((source_ip, 0))
-            except OSError as error:
-                raise ChannelRefused(f"cannot reach {where} from {source_ip}: {error}") from error
-        answer = await _upgrade(sock, addr, port, where, request)
+        answer = await _upgrade(sock, where, request)
         sock.setblocking(True)
     except BaseException:
         sock.close()
@@ -55,13 +49,41 @@ async def open_raw_channel(
     return RawChannel(sock, answer)
 
 
-async def _upgrade(sock: socket.socket, addr: str, port: int, where: str, request: bytes) -> dict[str, str]:
-    loop = asyncio.get_running_loop()
+async def connected(addr: str, port: int, source_ip: str = "") -> socket.socket:
+    """A connected socket that does not block; a zone (`fe80::1%eth1`) names the interface.
+
+    Raises ChannelRefused.
+    """
+    where = host_port(addr, port)
+    sock = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        async with asyncio.timeout(PEER_CONNECT_S):
-            await loop.sock_connect(sock, (addr, port))
-    except (OSError, TimeoutError) as error:
-        raise ChannelRefused(f"no connection to {where}: {one_line(str(error)) or 'timed out'}") from error
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if source_ip:
+            try:
+                sock.bind(_sockaddr(source_ip, 0))
+            except OSError as error:
+                raise ChannelRefused(f"cannot reach {where} from {source_ip}: {error}") from error
+        try:
+            async with asyncio.timeout(PEER_CONNECT_S):
+                await asyncio.get_running_loop().sock_connect(sock, _sockaddr(addr, port))
+        except (OSError, TimeoutError) as error:
+            why = one_line(str(error)) or "timed out"
+            raise ChannelRefused(f"no connection to {where}: {why}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _sockaddr(addr: str, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
+    """What sockets take; an interface that is gone raises OSError."""
+    ip, _, zone = addr.partition("%")
+    return (ip, port, 0, socket.if_nametoindex(zone)) if zone else (ip, port)
+
+
+async def _upgrade(sock: socket.socket, where: str, request: bytes) -> dict[str, str]:
+    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CHANNEL_HEAD_TIMEOUT_S):
             await loop.sock_sendall(sock, request)
@@ -84,7 +106,7 @@ async def _read_answer(sock: socket.socket, where: str) -> dict[str, str]:
         if not chunk:
             raise ChannelRefused(f"{where} closed the connection instead of answering the upgrade")
         data += chunk
-    status, headers = _parse_head(bytes(data[:end]), where)
+    status, headers = parse_head(bytes(data[:end]), where)
     rest = data[end + 4 :]
     if status != 101:
         raise ChannelRefused(await _refusal(sock, where, status, headers, rest), status)
@@ -98,26 +120,23 @@ async def _read_answer(sock: socket.socket, where: str) -> dict[str, str]:
     return headers
 
 
-def _request(where: str, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
-    head = {
-        "Host": where,
-        "Connection": "Upgrade",
-        "Upgrade": PROTOCOL,
-        "Content-Length": str(len(body)),
-        **headers,
-    }
+def http_request(addr: str, port: int, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+    """A whole POST; a zone means nothing to the other side and is left out of `Host`."""
+    host = host_port(addr.partition("%")[0], port)
+    head = {"Host": host, "Content-Length": str(len(body)), **headers}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
     if any("\r" in line or "\n" in line for line in lines):
-        raise ValueError("a header of the upgrade holds a line break")
+        raise ValueError("a header of a request holds a line break")
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
-def _parse_head(head: bytes, where: str) -> tuple[int, dict[str, str]]:
+def parse_head(head: bytes, where: str) -> tuple[int, dict[str, str]]:
+    """Status and headers of an answer, names in lower case. Raises ChannelRefused."""
     first, *lines = head.decode("latin-1").split("\r\n")
     parts = first.split(" ", 2)
     is_http = len(parts) >= 2 and parts[0].startswith("HTTP/1.")
     if not is_http or len(parts[1]) != 3 or not (parts[1].isascii() and parts[1].isdigit()):
-        raise ChannelRefused(f"{where} answered the upgrade with {one_line(first)!r}")
+        raise ChannelRefused(f"{where} answered with {one_line(first)!r}")
     headers = {}
     for line in lines:
         name, colon, value = line.partition(":")

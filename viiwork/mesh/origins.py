@@ -30,9 +30,12 @@ class MeshOrigins:
         peer: PeerClient,
         find_member: Callable[[str], Member | None],
         *,
+        is_at: Callable[[str, str], bool] = lambda name, ip: False,
         now: Callable[[], float] = time.monotonic,
         unix_now: Callable[[], float] = time.time,
     ) -> None:
+        """`is_at` says whether a member told this node that it is at an address beside its mesh one."""
+        self._is_at = is_at
         self._name = name
         self._verifier = Verifier(keys) if keys else None
         self._peer = peer
@@ -63,7 +66,10 @@ class MeshOrigins:
         self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
     ) -> str:
         """Node that sent a request only nodes may send; raises Unauthorized or Forbidden."""
-        return self._prove(headers.get(SIGNER, ""), method, path_qs, headers, body, remote_ip)
+        claimed = headers.get(SIGNER, "")
+        if self._verifier is None and self._is_at(claimed, _plain_ip(remote_ip)):
+            return claimed
+        return self._prove(claimed, method, path_qs, headers, body, remote_ip)
 
     def control(
         self, method: str, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str
@@ -140,6 +146,6 @@ def _not_from_here(headers: Mapping[str, str], remote_ip: str) -> str:
 def _plain_ip(text: str) -> str:
     """The sender's address the way members' addresses are written; "" if it is none."""
     try:
-        return canonical_ip(text)
+        return canonical_ip(text.partition("%")[0])
     except ValueError:
         return ""

@@ -88,16 +88,24 @@ class PeerClient:
         return {FORWARDED: self._name, **self.sign(method, path_qs, body)}
 
     async def open_channel(
-        self, member: Member, headers: Mapping[str, str], body: bytes = b"", *, path: str = CHANNEL_PATH
+        self,
+        member: Member,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        path: str = CHANNEL_PATH,
+        addr: str = "",
+        source: str = "",
     ) -> RawChannel:
         """Upgrade a fresh connection to `member` to a raw one; the caller owns the socket.
 
-        Raises ChannelRefused.
+        `addr` is another address of the member's, `source` where the connection then comes from. Raises
+        ChannelRefused.
         """
         signed = {**headers, **self.sign("POST", path, body)}
-        return await open_raw_channel(
-            member.addr, member.api_port, path, signed, body, source_ip=self.source_ip
-        )
+        source = source if addr else self.source_ip
+        addr = addr or member.addr
+        return await open_raw_channel(addr, member.api_port, path, signed, body, source_ip=source)
 
 
 async def body_of(answer: aiohttp.ClientResponse, what: str, most_bytes: int) -> bytes:

@@ -17,7 +17,6 @@ from typing import Literal
 from blake3 import blake3
 
 from viiwork.config.model import KvShareSection
-from viiwork.core.addresses import is_private_path
 from viiwork.core.replicas import path_allowed, targets
 from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slots import SlotRef
@@ -30,6 +29,8 @@ from viiwork.mesh.values import Member
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
+from viiwork.node.kv_paths import KvPaths
+from viiwork.node.kv_route import send_over
 from viiwork.node.kv_stats import KvStats
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, encode_offer
@@ -83,9 +84,11 @@ class Pusher:
         worker: KvWorker,
         gates: EngineGates,
         stats: KvStats,
+        paths: KvPaths,
     ) -> None:
         self._config = config
         self._peers = peers
+        self._paths = paths
         self._dispatcher = dispatcher
         self._layouts = layouts
         self._worker = worker
@@ -228,7 +231,6 @@ class Pusher:
             tip=binding.tip,
             scope=binding.scope,
         )
-        channel = await self._peers.client.open_channel(member, {}, encode_offer(offer))
         job = SendJob(
             file=StateFile(
                 path=path,
@@ -242,9 +244,10 @@ class Pusher:
             key=mesh_key(self._peers.client.key or b""),
             local_name=self._peers.me,
             peer_name=member.name,
-            encrypt=must_encrypt(self._config, member.addr),
+            encrypt=True,  # unless the path needs none
         )
-        done = await self._worker.send(channel.sock, job)
+        sent = await send_over(self._paths, self._worker, member, encode_offer(offer), job)
+        done = sent.done
         took_s = time.monotonic() - started
         self._stats.sent.done += 1
         self._stats.sent.n_bytes += done.total_bytes
@@ -256,26 +259,21 @@ class Pusher:
             tokens=done.info.n_tokens,
             bytes=done.total_bytes,
             seconds=round(took_s, 4),
-            encrypted=job.encrypt,
+            encrypted=sent.encrypted,
+            path=sent.path.addr,
         )
         log.info(
-            "kv_share.sent session=%s model=%s peer=%s tokens=%d bytes=%d seconds=%.3f",
+            "kv_share.sent session=%s model=%s peer=%s tokens=%d bytes=%d seconds=%.3f path=%s",
             session[:8],
             model,
             member.name,
             done.info.n_tokens,
             done.total_bytes,
             took_s,
+            sent.path.addr,
         )
 
 
 def compress_of(config: KvShareSection) -> Literal["auto", "on", "off"]:
     """`kv_share.compress`, as a job says it."""
     return "on" if config.compress == "on" else "off" if config.compress == "off" else "auto"
-
-
-def must_encrypt(config: KvShareSection, addr: str) -> bool:
-    """`kv_share.encrypt`; auto encrypts wherever the path itself does not keep the bytes private."""
-    if config.encrypt == "auto":
-        return not is_private_path(addr)
-    return config.encrypt == "on"

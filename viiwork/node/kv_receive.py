@@ -19,10 +19,11 @@ from viiwork.mesh.origins import MeshOrigins
 from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
-from viiwork.node.kv_push import must_encrypt, session_digest
+from viiwork.node.kv_paths import must_encrypt
+from viiwork.node.kv_push import session_digest
 from viiwork.node.kv_stats import KvStats
 from viiwork.wire.channel import mesh_key
-from viiwork.wire.kvoffer import StateOffer, decode_offer
+from viiwork.wire.kvoffer import ENCRYPT_HEADER, StateOffer, decode_offer
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Receiver:
 
     def answer_headers(self, admitted: Admitted) -> dict[str, str]:
         """See `api.ports.Channels.answer_headers`."""
-        return {}
+        return {ENCRYPT_HEADER: "1"} if must_encrypt(self._config, admitted.remote_ip) else {}
 
     def take(self, admitted: Admitted, sock: socket.socket) -> None:
         """See `api.ports.Channels.take`."""

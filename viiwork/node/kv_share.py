@@ -17,9 +17,11 @@ from viiwork.engine.supervisor import BackendView
 from viiwork.errors import KvError
 from viiwork.kv.client import KvWorker
 from viiwork.mesh.origins import MeshOrigins
+from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer, key_of
 from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_paths import KvPaths, LinkHost
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_receive import Receiver
 from viiwork.node.kv_stats import KvStats
@@ -40,7 +42,9 @@ class KvShare:
         dispatcher: Dispatcher,
         fingerprint: Callable[[str], Awaitable[bytes]],
         client_of: Callable[[str, int], SlotsClient],
+        host: LinkHost,
     ) -> None:
+        self._member = peers.member
         self._config = config
         self._worker = worker
         self._dispatcher = dispatcher
@@ -50,7 +54,10 @@ class KvShare:
         self._replicas = dispatcher.book.replicas
         self._layouts = EngineLayouts(worker, fingerprint, client_of, dispatcher)
         gates = self._gates = EngineGates()
-        self._pusher = Pusher(config, peers, dispatcher, self._layouts, worker, gates, self._stats)
+        self.paths = KvPaths(peers.me, config, peers.client, secrets, origins, host, self._partners)
+        self._pusher = Pusher(
+            config, peers, dispatcher, self._layouts, worker, gates, self._stats, self.paths
+        )
         self._importer = Importer(
             peers.me, dispatcher, self._replicas, self._layouts, worker, gates, self._stats
         )
@@ -79,6 +86,7 @@ class KvShare:
 
     async def stop(self) -> None:
         await self._pusher.stop()
+        await self.paths.stop()
         await self.receiver.stop()
         await self._importer.stop()
         await self._layouts.stop()
@@ -118,6 +126,17 @@ class KvShare:
         elif binding is not None and self._dispatcher.book.is_lasting(grant.ask):
             self._pusher.turn_ended(key, binding)
 
+    def _partners(self) -> list[Member]:
+        """Members whose engines could restore a state of this node's."""
+        found = []
+        for name, heard in self._dispatcher.peers.reports().items():
+            for entry in heard.report.models:
+                own = self._layouts.identity(entry.name)
+                if own is not None and entry.kv is not None and entry.kv.matches(own):
+                    found.append(self._member(name))
+                    break
+        return [member for member in found if member is not None]
+
     # -- what others ask -----------------------------------------------------------------------------
     def identity(self, model: str) -> KvIdentity | None:
         return self._layouts.identity(model) if self._active else None
@@ -131,4 +150,5 @@ class KvShare:
         body["memory_bytes"] = int(self._config.memory)
         if why_not := self._layouts.why_not():
             body["not_portable"] = why_not
+        body["links"] = self.paths.status()
         return body | self._stats.as_json() | {"worker": asdict(self._worker.stats())}

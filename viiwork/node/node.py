@@ -19,6 +19,7 @@ from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
 from viiwork.api.metrics import Metrics
 from viiwork.api.park import Park
+from viiwork.api.probe import Probes
 from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
@@ -28,7 +29,7 @@ from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import Supervisor
 from viiwork.errors import MeshError, PortTaken
 from viiwork.host.gpus import card_pids
-from viiwork.host.network import port_owner
+from viiwork.host.network import link_addresses, port_owner
 from viiwork.kv.client import KvWorker
 from viiwork.limits import (
     ENGINES_STOP_S,
@@ -47,8 +48,10 @@ from viiwork.node.dispatch import Dispatcher, policy_of
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
+from viiwork.node.kv_paths import LinkHost
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
+from viiwork.node.listeners import Listeners
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.metrics import NodeCollector, RequestCounts
 from viiwork.node.park import Parking
@@ -75,7 +78,6 @@ class Node:
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()  # a second signal: wait for nothing
         self._failed = False
-        self._listening: set[str] = set()  # addresses of the mesh the API listens on beside api.host
 
     async def run(self) -> int:
         """Serve until SIGTERM, SIGINT or a fatal error; the answer is the exit code."""
@@ -118,6 +120,7 @@ class Node:
                 asyncio.create_task(self._reloader.run(), name="reload"),
                 asyncio.create_task(self._pages.follow_tailnet(), name="pages"),
                 asyncio.create_task(self._perf.run(), name="perf"),
+                asyncio.create_task(self._kv.paths.run(), name="paths"),
             ]
             if self._trace is not None:
                 tasks.append(asyncio.create_task(self._trace.run(), name="trace"))
@@ -176,6 +179,7 @@ class Node:
             on_write=lambda name, entry: self._mesh.aliases.written(name, entry),
             on_event=lambda line: self._activity.note("alias", line),
         )
+        listeners = Listeners(lambda ip, port: self._api.listen(ip, port), config.api.host, config.api.port)
         self._mesh = NodeMesh(
             self.name,
             self._loaded,
@@ -184,10 +188,16 @@ class Node:
             self._dispatcher,
             self._on_fatal,
             aliases,
-            self._listen_at,
+            listeners.at_mesh,
             self._activity.member_changed,
         )
-        origins = MeshOrigins(self.name, keys, self._peer_client, self._mesh.member)
+        origins = MeshOrigins(
+            self.name,
+            keys,
+            self._peer_client,
+            self._mesh.member,
+            is_at=lambda name, ip: self._kv.paths.is_at(name, ip),
+        )
         fingerprints = StateFingerprints(config.models)
         worker = KvWorker(
             folders.replicas or folders.run / "replicas",
@@ -204,6 +214,7 @@ class Node:
             self._dispatcher,
             fingerprints.of,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
+            LinkHost(link_addresses, listeners.hears),
         )
         node_id = f"viiwork-{secrets.token_hex(8)}"
         sections = {
@@ -267,6 +278,7 @@ class Node:
                 *ActivityRoutes(self._activity.log, wall_ms).routes(),
                 *MeshRoutes(self._hub).routes(),
                 *Metrics(collector).routes(),
+                *Probes(self._kv.paths).routes(),
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
             external=self._supervisor.external,
@@ -296,13 +308,6 @@ class Node:
             by = f" (held by {owner})" if owner else ""
             raise PortTaken(f"API port {host}:{port}/tcp cannot be used: {error.strerror}{by}") from error
         return sock
-
-    async def _listen_at(self, ip: str) -> None:
-        """Peers look for the API at the mesh's address; a wildcard of IPv4 does not listen on IPv6."""
-        if self._config.api.host == "0.0.0.0" and ":" in ip and ip not in self._listening:
-            self._listening.add(ip)
-            await self._api.listen(ip, self._config.api.port)
-            log.info("api.listening url=http://[%s]:%d", ip, self._config.api.port)
 
     # -- what the parts tell one another -------------------------------------------------------------
     def _own_api(self) -> str:

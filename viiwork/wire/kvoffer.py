@@ -9,6 +9,8 @@ import msgspec
 from viiwork.errors import RequestError
 from viiwork.limits import MODEL_NAME_MAX_BYTES
 
+ENCRYPT_HEADER = "X-Viiwork-Kv-Encrypt"  # in the 101: this end takes the state only encrypted
+
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32,64}\Z")]
 
 
