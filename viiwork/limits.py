@@ -370,3 +370,6 @@ ALIAS_LOOK_S = 0.25  # between two looks at the members after a write; they know
 ALIAS_LOOK_TIMEOUT_S = 1.0  # for one member's table, which it has in memory
 ALIAS_LOOKS_AT_ONCE = 8  # members asked at once; one that hangs delays the others of its turn by a second
 CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is decoded
+
+# -- bench -----------------------------------------------------------------------------------------
+BENCH_FILE_MAX_BYTES = 64 * MIB  # of results that are read again; 90 minutes of figures are under 1 MiB
