@@ -373,3 +373,17 @@ CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is 
 
 # -- bench -----------------------------------------------------------------------------------------
 BENCH_FILE_MAX_BYTES = 64 * MIB  # of results that are read again; 90 minutes of figures are under 1 MiB
+BENCH_PORT = 8088  # of `viiwork bench kvshare --listen`: beside a node's 8086, so both can run
+BENCH_SIZE_MIN_BYTES = 1 * MIB  # of a state; less is all handshake and no link
+BENCH_SIZE_MAX_BYTES = 64 * GIB  # of a state; the far end's memory holds it twice while it is rendered
+BENCH_SIZE_BYTES = 247 * MIB  # the published study's delta, so that times compare
+BENCH_RUNS = 5  # of each way to send; a median of fewer hides a bad one
+BENCH_RUNS_MAX = 1000  # a larger number is a slip
+BENCH_PATHS_MAX = 8  # paths measured between two hosts; each takes minutes on a slow link
+BENCH_LINE_MAX_BYTES = 128  # of the line that opens a connection, before anything is proven
+BENCH_CONNECTIONS_MAX = 16  # of a listening end, each a socket and at most 1 MiB of buffer
+BENCH_OPEN_S = 5.0  # for a connection's opening line and its answer
+BENCH_ANSWER_S = 660.0  # for an answer of the far end, which may be receiving: a transfer's deadline and more
+BENCH_SILENCE_S = 8.0  # a raw stream that moves nothing for so long is broken, as a transfer is
+BENCH_RAW_BUFFER_BYTES = 1 * MIB  # of a raw stream's receiver; iperf3's 128 KiB cost it a tenth at 10 Gb/s
+BENCH_SPARE_BYTES = 128 * MIB  # that must stay free on the far end beside the states
