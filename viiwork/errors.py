@@ -256,7 +256,13 @@ class ModelFileError(EngineError):
 class BenchError(ViiworkError):
     """A measurement cannot be made, or broke off; the message names the host and what to do."""
 
-    code = "bench"
+    code, http_status = "bench", 503
+
+
+class NobodyListens(BenchError):
+    """No listening end of a benchmark answers at the address."""
+
+    code = "nobody_listens"
 
 
 class MeshError(ViiworkError):

@@ -37,7 +37,7 @@ from viiwork.bench.talk import (
 from viiwork.config.model import KvShareSection
 from viiwork.core.paths import LinkRule, PeerAddress, mesh_path, paths_to
 from viiwork.core.paths import Path as LinkPath
-from viiwork.errors import BenchError, ChannelError, ChannelRefused, KvError
+from viiwork.errors import BenchError, ChannelError, ChannelRefused, KvError, NobodyListens
 from viiwork.host.network import address_towards, link_addresses
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import SaveFacts, SendDone, SendJob, Stages, StateFile
@@ -99,6 +99,15 @@ async def resolve(host: str, port: int) -> str:
         raise BenchError(f"{one_line(host)!r} is no host that is known here: {error.strerror}") from None
     # IPv4 first: what a name means on a LAN.
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+async def look(addr: str, port: int) -> None:
+    """Raises `NobodyListens` when no other end of a benchmark is there; nothing is begun."""
+    sock = await _connect(addr, port)
+    try:
+        await open_with(sock, Opening("look", VERSION), host_port(addr, port))
+    finally:
+        sock.close()
 
 
 class LinkBench:
@@ -183,7 +192,7 @@ class LinkBench:
         later.
         """
         phase = Phase(
-            name=name or f"{'asked for' if path.is_mesh else 'direct'} {path.addr}",
+            name=name or f"{'mesh' if path.is_mesh else 'direct'} {path.addr}",
             path=f"{path.addr} {path.interface}".strip(),
             link_mbps=link_mbps or path.speed_mbps,
         )
@@ -313,8 +322,7 @@ async def _connect(addr: str, port: int, source: str = "") -> socket.socket:
         return await connected(addr, port, source)
     except ChannelRefused as error:
         where = host_port(addr, port)
-        hint = f"; is `viiwork bench kvshare --listen --port {port}` running there?"
-        raise BenchError(f"{where} cannot be reached: {one_line(str(error))}{hint}") from None
+        raise NobodyListens(f"{where} cannot be reached: {one_line(str(error))}") from None
 
 
 def _stages(sender: Stages, receiver: Stages) -> dict[str, float]:

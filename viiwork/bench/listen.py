@@ -51,6 +51,7 @@ from viiwork.host.network import link_addresses, port_owner
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveDone, ReceiveGrant
 from viiwork.limits import (
+    BENCH_AWAITED_S,
     BENCH_CONNECTIONS_MAX,
     BENCH_OPEN_S,
     BENCH_SIZE_MAX_BYTES,
@@ -82,7 +83,10 @@ class _Run:
 
 
 class Listener:
-    """Serves until it is cancelled. Owns its folder, its worker and all sockets; all are gone then."""
+    """Serves until it is cancelled; with `once` until one host is done, or none comes.
+
+    Owns its folder, its worker and all sockets; all are gone then.
+    """
 
     def __init__(
         self,
@@ -92,10 +96,10 @@ class Listener:
         once: bool = False,
         said: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`once`: end when the first host is done. `said` hears, in lines, what happens."""
+        """`said` hears, in lines, what happens."""
         self._keys, self._is_secured, self._once, self._said = keys, is_secured, once, said
         self._run: _Run | None = None
-        self._done = asyncio.Event()
+        self._came, self._done = asyncio.Event(), asyncio.Event()  # the first host
         self._connections: set[asyncio.Task[None]] = set()
         self._janitor = Janitor()
 
@@ -104,7 +108,7 @@ class Listener:
         server.setblocking(False)
         loop = asyncio.get_running_loop()
         accepting = asyncio.create_task(self._accept(loop, server))
-        ending = asyncio.create_task(self._done.wait())
+        ending = asyncio.create_task(self._ended())
         try:
             await asyncio.wait({accepting, ending}, return_when=asyncio.FIRST_COMPLETED)
             if accepting.done():
@@ -115,6 +119,14 @@ class Listener:
             await asyncio.gather(accepting, ending, *self._connections, return_exceptions=True)
             server.close()
             await asyncio.to_thread(self._janitor.close)
+
+    async def _ended(self) -> None:
+        if self._once:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._came.wait(), BENCH_AWAITED_S)
+            if not self._came.is_set():
+                return
+        await self._done.wait()
 
     async def _accept(self, loop: asyncio.AbstractEventLoop, server: socket.socket) -> None:
         while True:
@@ -157,6 +169,8 @@ class Listener:
     def _judge(self, opening: Opening, remote: str) -> str:
         if not self._is_secured and not _is_near(remote):
             return "denied"
+        if opening.what == "look":
+            return "ok"
         if opening.what == "control":
             return "ok" if self._run is None else "busy"
         run = self._run
@@ -171,12 +185,11 @@ class Listener:
         run = self._run = _Run(secrets.token_hex(TOKEN_BYTES), folder)
         try:
             talk = await Talk.respond(sock, self._keys)
+            self._came.set()
             self._said(f"measuring with {remote}")
             while (question := await talk.next_question()) is not None:
                 await talk.answer(await self._answer(run, question))
             self._said(f"done with {remote}")
-            if self._once:
-                self._done.set()
         except ChannelError as error:
             hint = "; the mesh secret differs" if error.reason == "wrong_key" else ""
             self._said(f"refused {remote}: {one_line(str(error))}{hint}")
@@ -184,6 +197,8 @@ class Listener:
             self._said(f"lost {remote}: {one_line(str(error) or 'no answer in time')}")
         finally:
             await self._end(run)
+            if self._once and self._came.is_set():
+                self._done.set()
 
     async def _answer(self, run: _Run, question: Question) -> Answer:
         try:

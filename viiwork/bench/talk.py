@@ -1,10 +1,10 @@
 """How the two ends of a benchmark talk: one line that opens each connection, then a sealed conversation.
 
 Every connection begins with `viiwork-bench 1 WHAT VERSION [TOKEN [NUMBER]]` of whoever comes and
-`viiwork-bench 1 VERSION ok|busy|denied` of the one that listens. WHAT is `control`, or with the token that
-the control connection gave: `probe`, `raw` or `state`. On the control connection the KV channel's own
-handshake follows, so both ends prove that they hold the same mesh secret, and then questions and answers
-in its encrypted frames.
+`viiwork-bench 1 VERSION ok|busy|denied` of the one that listens. WHAT is `look`, `control`, or with the
+token that the control connection gave `probe`, `raw` or `state`. On the control connection the KV channel's
+own handshake follows, so both ends prove that they hold the same mesh secret, and then questions and
+answers in its encrypted frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from viiwork.errors import BenchError, ChannelError
+from viiwork.errors import BenchError, ChannelError, NobodyListens
 from viiwork.kv.jobs import Stages
 from viiwork.limits import BENCH_ANSWER_S, BENCH_LINE_MAX_BYTES, BENCH_OPEN_S, BENCH_SIZE_MAX_BYTES
 from viiwork.mesh.notices import one_line
@@ -145,11 +145,11 @@ async def open_with(sock: socket.socket, opening: Opening, where: str) -> None:
             await loop.sock_sendall(sock, opening.line())
             answer = (await read_line(sock)).decode("ascii", "replace").split()
     except TimeoutError:
-        raise BenchError(f"{where} took the connection and does not answer") from None
+        raise NobodyListens(f"{where} took the connection and does not answer") from None
     except OSError as error:
         raise BenchError(f"the connection to {where} broke: {error.strerror or error}") from None
     if len(answer) != 4 or answer[0] != WORD:
-        raise BenchError(f"what answers at {where} is no `viiwork bench kvshare --listen`")
+        raise NobodyListens(f"what answers at {where} is no `viiwork bench kvshare --listen`")
     if answer[1] != str(TALK_VERSION) or answer[2] != VERSION:
         theirs = one_line(answer[2])[:32]
         raise BenchError(

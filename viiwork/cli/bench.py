@@ -63,6 +63,11 @@ def _add_kvshare(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="SIZE",
         help="of the delta that is sent, such as 64MiB (default: 247MiB)",
     )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="with --listen: end when one host is done, none comes, or standard input ends",
+    )
     parser.add_argument("--file", type=Path, metavar="SAVEFILE", help="send this slot save-file instead")
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", help="where the file that is sent is made (default: the system's)"
@@ -113,13 +118,13 @@ def _on_term(_signal: int, _frame: object) -> NoReturn:
 
 
 def _host(text: str) -> tuple[str, int]:
-    """`host`, `host:port`, an IPv6 address bare or as `[ip]:port`."""
-    host, port = text, BENCH_PORT
+    """`host`, `host:port`, an IPv6 address bare or as `[ip]:port`; 0 = no port was said."""
+    host, port = text, 0
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
             raise argparse.ArgumentTypeError(f"expected host[:port], got {one_line(text)[:64]!r}")
-        port = _port(rest[1:]) if rest else BENCH_PORT
+        port = _port(rest[1:]) if rest else 0
     elif text.count(":") == 1:
         host, _, said = text.partition(":")
         port = _port(said)
