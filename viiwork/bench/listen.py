@@ -99,7 +99,7 @@ class Listener:
     ) -> None:
         """States are kept in `folder`, None = in memory. `said` hears, in lines, what happens."""
         self._keys, self._is_secured, self._once, self._said = keys, is_secured, once, said
-        self._root = folder if folder is not None else _memory()
+        self._root = folder if folder is not None else memory_folder()
         self._run: _Run | None = None
         self._came, self._done = asyncio.Event(), asyncio.Event()  # the first host
         self._connections: set[asyncio.Task[None]] = set()
@@ -323,7 +323,7 @@ def cpu_of(pid: int | None) -> float:
     return times.user + times.system if times else 0.0
 
 
-def _memory() -> Path | None:
+def memory_folder() -> Path | None:
     """Where a node keeps replicas too; None = the system's folder for such files."""
     return SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else None
 
