@@ -31,6 +31,8 @@ from viiwork.limits import BENCH_PORT, BENCH_START_S
 from viiwork.version import VERSION
 from viiwork.wire.channel import mesh_key
 
+_TABLE_CHARS = 120  # what the widest table takes
+
 
 async def listen(args: argparse.Namespace, secrets: tuple[bytes, ...]) -> int:
     """Be the other end until Ctrl-C."""
@@ -155,7 +157,8 @@ def _report(
         settings={"size_bytes": size, "file": bool(args.file), "runs": args.runs, **settings},
         phases=phases,
     )
-    Console().print(table_of(results))
+    # A figure that is cut short tells nothing; a narrow terminal folds lines.
+    Console(width=max(Console().width, _TABLE_CHARS)).print(table_of(results), soft_wrap=True)
     if args.json is not None:
         args.json.write_bytes(encode_results(results))
 
