@@ -373,3 +373,4 @@ CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is 
 
 # -- bench -----------------------------------------------------------------------------------------
 BENCH_FILE_MAX_BYTES = 64 * MIB  # of results that are read again; 90 minutes of figures are under 1 MiB
+PACED_BODY_MAX_BYTES = 16 * MIB  # of a request to the simulated engine; its own agents send under 1 MiB
