@@ -374,3 +374,5 @@ CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is 
 # -- bench -----------------------------------------------------------------------------------------
 BENCH_FILE_MAX_BYTES = 64 * MIB  # of results that are read again; 90 minutes of figures are under 1 MiB
 PACED_BODY_MAX_BYTES = 16 * MIB  # of a request to the simulated engine; its own agents send under 1 MiB
+AGENT_TURN_MAX_S = 900.0  # for one turn of a benchmark's agent; a cold prompt on a slow engine takes minutes
+AGENT_ANSWER_MAX_BYTES = 8 * MIB  # of one turn's stream, about 30,000 tokens with an event each

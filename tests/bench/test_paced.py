@@ -151,8 +151,8 @@ async def test_a_stream_tells_the_same_answer_and_its_counts(tmp_path: Path):
 
 async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path):
     made = PacedEngine(Pace(1e6, 20.0, 1e12, 1.0, 256), 1, 1 << 30, tmp_path)
-    server = TestServer(PacedServer(made, "m", 100_000).app(), handler_cancellation=True)
-    await server.start_server(handler_cancellation=True)
+    server = TestServer(PacedServer(made, "m", 100_000).app())
+    await server.start_server()
     loop = asyncio.create_task(made.run())
     try:
         async with aiohttp.ClientSession() as http:
