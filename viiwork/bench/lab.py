@@ -1,0 +1,155 @@
+"""The published settings on one machine: two namespaces, shaped links, and both ends of the measurement."""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from viiwork.bench.janitor import Janitor
+from viiwork.bench.link import Progress
+from viiwork.bench.near import Errand, Told
+from viiwork.bench.net import CABLE, SWITCH, LabNet
+from viiwork.bench.results import Phase
+from viiwork.bench.states import BenchState, make_state
+from viiwork.bench.tunnel import OVERLAY_NAME, Tunnel
+from viiwork.errors import BenchError
+from viiwork.limits import BENCH_PORT
+from viiwork.wire.channel import mesh_key
+
+_SECRET = "VIIWORK_LAB_SECRET"
+_VETH = "the link: a veth pair of this machine, shaped by tbf, both hosts on the same CPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of the published study, and the send time it reports."""
+
+    name: str
+    device: str
+    mbps: int
+    emulated: tuple[str, ...]
+    published_s: float | None = None  # for 247 MiB
+
+
+SETTINGS = (
+    Setting("switched 1 GbE", SWITCH, 1_000, (_VETH, "the switch: there is none"), 3.24),
+    Setting(
+        "10 GbE through a tunnel",
+        SWITCH,
+        3_200,
+        (_VETH, "the tunnel: the link held to the 3.2 Gb/s that Tailscale carried"),
+        0.81,
+    ),
+    Setting("10 GbE direct", CABLE, 10_000, (_VETH,), 0.55),
+    Setting("direct, forced to 1 GbE", CABLE, 1_000, (_VETH,)),
+)
+_TUNNELED = 1  # the setting that --overlay makes real
+
+
+def run_lab(
+    *,
+    size_bytes: int,
+    file: Path | None,
+    folder: Path | None,
+    runs: int,
+    overlay: str | None,
+    progress: Progress,
+) -> list[Phase]:
+    """A phase of each setting. Raises `BenchError`; nothing of the lab is left in any case."""
+    with ExitStack() as ending:
+        janitor = Janitor()
+        ending.callback(janitor.close)
+        with LabNet(janitor) as net:
+            work = Path(tempfile.mkdtemp(prefix="viiwork-lab-", dir=folder))
+            janitor.owes_folder(work)
+            state = BenchState(file, None, 0) if file is not None else make_state(work, size_bytes)
+            secret = os.urandom(32)
+            with _far_end(net, secret):
+                return [
+                    _measure(
+                        net, setting, state, runs, secret, overlay if at == _TUNNELED else None, progress
+                    )
+                    for at, setting in enumerate(SETTINGS)
+                ]
+
+
+def _measure(
+    net: LabNet,
+    setting: Setting,
+    state: BenchState,
+    runs: int,
+    secret: bytes,
+    overlay: str | None,
+    progress: Progress,
+) -> Phase:
+    other = CABLE if setting.device == SWITCH else SWITCH
+    net.unplug(other)
+    emulated, addr, mbps = list(setting.emulated), net.far.address(setting.device), setting.mbps
+    with ExitStack() as ending:
+        if overlay == OVERLAY_NAME:
+            net.shape(setting.device, 10_000)
+            addr = ending.enter_context(Tunnel(net, setting.device)).far_address
+            emulated = [_VETH]
+        else:
+            net.shape(setting.device, setting.mbps)
+        errand = Errand(
+            name=setting.name,
+            addr=addr,
+            port=BENCH_PORT,
+            key=mesh_key(secret),
+            link_mbps=mbps,
+            state=str(state.path.resolve()),
+            base=str(state.base.resolve()) if state.base is not None else None,
+            held=state.held,
+            runs=runs,
+        )
+        phase = _run_near(net, errand, progress)
+    return msgspec.structs.replace(phase, emulated=emulated, link_mbps=None if overlay else mbps)
+
+
+def _run_near(net: LabNet, errand: Errand, progress: Progress) -> Phase:
+    command = net.near.command(sys.executable, "-m", "viiwork.bench.near")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as near:
+        try:
+            assert near.stdin is not None and near.stdout is not None
+            near.stdin.write(msgspec.json.encode(errand) + b"\n")
+            near.stdin.flush()
+            for line in near.stdout:
+                told = msgspec.json.decode(line, type=Told)
+                if told.error:
+                    raise BenchError(f"{errand.name}: {told.error}")
+                if told.phase is not None:
+                    return told.phase
+                if told.plan:
+                    progress.plan(told.plan)
+                else:
+                    progress.step(told.step)
+        finally:
+            near.terminate()
+    raise BenchError(f"{errand.name}: the sending process ended with {near.returncode}")
+
+
+@contextmanager
+def _far_end(net: LabNet, secret: bytes) -> Iterator[None]:
+    """`viiwork bench kvshare --listen` on the far host."""
+    words = ["-m", "viiwork", "bench", "kvshare", "--listen", "--port", str(BENCH_PORT)]
+    command = net.far.command(sys.executable, *words, "--secret-env", _SECRET)
+    env = {**os.environ, _SECRET: base64.b64encode(secret).decode()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env) as far:
+        try:
+            assert far.stdout is not None
+            first = far.stdout.readline().decode(errors="replace").strip()
+            if not first.startswith("listening"):
+                raise BenchError(f"the far end does not start: {first}")
+            yield
+        finally:
+            far.terminate()
