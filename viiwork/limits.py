@@ -394,3 +394,5 @@ BENCH_ANSWER_S = 660.0  # for an answer of the far end, which may be receiving: 
 BENCH_SILENCE_S = 8.0  # a raw stream that moves nothing for so long is broken, as a transfer is
 BENCH_RAW_BUFFER_BYTES = 1 * MIB  # of a raw stream's receiver; iperf3's 128 KiB cost it a tenth at 10 Gb/s
 BENCH_SPARE_BYTES = 128 * MIB  # that must stay free on the far end beside the states
+BENCH_READY_S = 120.0  # for a workload's node to serve and to hear its peer; engines load meanwhile
+BENCH_STATUS_S = 10.0  # for a node's status during a workload; a busy machine is slow
