@@ -35,10 +35,10 @@ def test_a_seed_says_everything_about_a_session_and_sessions_differ():
 
 
 def test_a_session_grows_by_its_turns_and_begins_anew_when_it_is_full():
-    found = steps(0, 1, 60)
+    found = steps(0, 1, 100)
     sizes = [len(tokens_of(chat_prompt(step.messages))) for step in found]
     assert 0.9 * SHAPE.opening_tokens < sizes[0] < 1.4 * SHAPE.opening_tokens
-    assert max(sizes) < 32_768
+    assert max(sizes) < 65_536
     compacted = [at for at, step in enumerate(found) if step.compacted]
     assert len(compacted) >= 3
     for at, (before, after) in enumerate(pairwise(found), 1):
@@ -65,7 +65,7 @@ def test_sessions_fit_a_smaller_slot():
     found = steps(0, 1, 60, SHAPE.fitting(4096))
     assert max(len(tokens_of(chat_prompt(step.messages))) + step.max_tokens for step in found) < 4096
     assert any(step.compacted for step in found)
-    assert SHAPE.fitting(32_768) == SHAPE
+    assert SHAPE.fitting(65_536) == SHAPE
 
 
 async def taken(answers: list[web.Response | bytes], n: int) -> list[Turn]:

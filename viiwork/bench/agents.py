@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -36,14 +36,15 @@ _WORDS = (
 class Shape:
     """What sessions are like: tokens and seconds of the modelled system, medians of lognormal draws."""
 
-    opening_tokens: int = 8000  # system prompt, tools and spec
+    opening_tokens: int = 14_000  # system prompt, tools and spec
     result_tokens: float = 1100.0  # what a tool answers
     result_most: int = 1600
     answer_tokens: float = 260.0
     answer_most: int = 600
     think_s: float = 14.0  # the tool runs, or the agent's user reads
     think_most_s: float = 120.0
-    compact_tokens: int = 24_000  # where a session begins anew
+    begin_s: float = 120.0  # within which sessions begin, one here and one there
+    compact_tokens: int = 48_000  # where a session begins anew
     summary_tokens: int = 1500
     spread: float = 0.6  # sigma of the draws
 
@@ -53,17 +54,15 @@ class Shape:
         share = min(1.0, context / room)
         if share == 1.0:
             return self
-        return Shape(
+        return replace(
+            self,
             opening_tokens=int(self.opening_tokens * share),
             result_tokens=self.result_tokens * share,
             result_most=int(self.result_most * share),
             answer_tokens=self.answer_tokens * share,
             answer_most=max(8, int(self.answer_most * share)),
-            think_s=self.think_s,
-            think_most_s=self.think_most_s,
             compact_tokens=int(self.compact_tokens * share),
             summary_tokens=int(self.summary_tokens * share),
-            spread=self.spread,
         )
 
 
@@ -97,7 +96,7 @@ class Agent:
         self._begin("")
 
     def next_step(self) -> Step:
-        compacted = self._tokens > self._shape.compact_tokens
+        compacted, think_s = self._tokens > self._shape.compact_tokens, 0.0
         if compacted:
             self._n_compacted += 1
             self._begin(f"Done so far: {prose(self._rng, self._shape.summary_tokens)}")
@@ -106,8 +105,9 @@ class Agent:
             n = min(self._draw(self._shape.result_tokens), self._shape.result_most)
             self._say("user", f"Result of {tool} {part}:\n{prose(self._rng, max(1, int(n)))}")
         self._n += 1
-        # Also the first: sessions begin one after the other.
-        think_s = min(self._draw(self._shape.think_s), self._shape.think_most_s)
+            think_s = min(self._draw(self._shape.think_s), self._shape.think_most_s)
+        else:
+            think_s = self._rng.uniform(0.0, self._shape.begin_s)
         n = min(self._draw(self._shape.answer_tokens), self._shape.answer_most)
         return Step(think_s, list(self._messages), max(8, int(n)), compacted)
 

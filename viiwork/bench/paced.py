@@ -214,7 +214,7 @@ class PacedEngine:
         def read() -> tuple[int, int]:
             slot.held.cut(0)  # also when the file turns out to be wrong
             tokens, size = self._states.restore(path, slot.id)
-            slot.held.tokens.extend(tokens)
+            self.slots.restored(slot, tokens)
             return size, size
 
         size, ms = await self.act(slot, read)

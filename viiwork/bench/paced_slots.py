@@ -12,6 +12,7 @@ from typing import Any
 SIMILAR = 0.1  # --slot-prompt-similarity
 N_VOCAB = 151_936
 CHECKPOINTS = 32  # a slot keeps
+CHECKPOINT_EVERY = 8192  # tokens of a prompt
 CHECKPOINT_BACK = 4  # tokens before the end of a prompt at which one is made
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>")
@@ -70,10 +71,12 @@ class Held:
         self.checkpoints = [at for at in self.checkpoints if at <= n]
 
     def prompt_read(self) -> None:
-        """All tokens of a prompt are in: a checkpoint is made near its end."""
-        at = len(self.tokens) - CHECKPOINT_BACK
-        if at > 0 and at not in self.checkpoints:
-            self.checkpoints = [*self.checkpoints, at][-CHECKPOINTS:]
+        """All tokens of a prompt are in; on the way checkpoints were made, the last one near its end."""
+        end = len(self.tokens) - CHECKPOINT_BACK
+        newest = max(self.checkpoints, default=0)
+        every = range(CHECKPOINT_EVERY * (newest // CHECKPOINT_EVERY + 1), end, CHECKPOINT_EVERY)
+        made = [*every, end] if end > newest else []
+        self.checkpoints = [*self.checkpoints, *made][-CHECKPOINTS:]
 
     def copy(self) -> Held:
         return Held(self.tokens[:], list(self.checkpoints))
@@ -86,6 +89,7 @@ class PacedSlot:
     task: int | None = None  # the newest one's number; None = it never ran any
     busy: bool = False
     used: int = 0  # order of last use
+    copied: int = 0  # the task whose state lies in RAM as well
 
 
 class PacedSlots:
@@ -116,10 +120,12 @@ class PacedSlots:
         held = slot.held
         if held.tokens and common(held.tokens, prompt) < 0.5 * len(held.tokens):
             self._keep(held.copy())
-        # An idle slot's state lies in RAM as well: the engine copies it there when a task starts.
-        idle = [other.held for other in self.slots if other is not slot and not other.busy]
-        best = max([*self._ram, *idle], key=lambda there: there.reusable(prompt), default=None)
-        if self._ram_bytes and best is not None and best.reusable(prompt) > held.reusable(prompt):
+        for other in self.slots:  # whenever a task starts, the engine copies what idle slots hold
+            if not other.busy and other.task is not None and other.copied != other.task:
+                other.copied = other.task
+                self._keep(other.held.copy())
+        best = max(self._ram, key=lambda there: there.reusable(prompt), default=None)
+        if best is not None and best.reusable(prompt) > held.reusable(prompt):
             self._ram = [kept for kept in self._ram if kept is not best]
             held = slot.held = best.copy()
         while sum(self._bytes_of(len(kept.tokens)) for kept in self._ram) > self._ram_bytes:
@@ -128,7 +134,14 @@ class PacedSlots:
         held.cut(n)
         return n
 
+    def restored(self, slot: PacedSlot, tokens: array[int]) -> None:
+        """A save-file replaces what the slot held; without a task, so that no copy of it is made before one."""
+        slot.held = Held(tokens)
+        slot.copied = 0
+
     def _keep(self, held: Held) -> None:
+        if not self._ram_bytes or not held.tokens:
+            return
         same = (kept for kept in self._ram if common(kept.tokens, held.tokens) == len(kept.tokens))
         for covered in list(same):
             self._ram.remove(covered)
