@@ -96,7 +96,7 @@ class Agent:
         self._begin("")
 
     def next_step(self) -> Step:
-        compacted, think_s = self._tokens > self._shape.compact_tokens, 0.0
+        compacted = self._tokens > self._shape.compact_tokens
         if compacted:
             self._n_compacted += 1
             self._begin(f"Done so far: {prose(self._rng, self._shape.summary_tokens)}")
@@ -104,10 +104,10 @@ class Agent:
             tool, part = self._rng.choice(_TOOLS), self._rng.choice(_PARTS)
             n = min(self._draw(self._shape.result_tokens), self._shape.result_most)
             self._say("user", f"Result of {tool} {part}:\n{prose(self._rng, max(1, int(n)))}")
-        self._n += 1
-            think_s = min(self._draw(self._shape.think_s), self._shape.think_most_s)
-        else:
+        think_s = min(self._draw(self._shape.think_s), self._shape.think_most_s)
+        if not self._n:
             think_s = self._rng.uniform(0.0, self._shape.begin_s)
+        self._n += 1
         n = min(self._draw(self._shape.answer_tokens), self._shape.answer_most)
         return Step(think_s, list(self._messages), max(8, int(n)), compacted)
 
