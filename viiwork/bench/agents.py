@@ -37,9 +37,9 @@ class Shape:
     """What sessions are like: tokens and seconds of the modelled system, medians of lognormal draws."""
 
     opening_tokens: int = 14_000  # system prompt, tools and spec
-    result_tokens: float = 1100.0  # what a tool answers
+    result_tokens: float = 1150.0  # what a tool answers
     result_most: int = 1600
-    answer_tokens: float = 260.0
+    answer_tokens: float = 200.0
     answer_most: int = 600
     think_s: float = 14.0  # the tool runs, or the agent's user reads
     think_most_s: float = 120.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,6 +16,9 @@ import msgspec
 from viiwork.bench.agents import Turn
 from viiwork.core.replicas import warmth
 from viiwork.errors import UsageError
+from viiwork.limits import MIB
+
+WARMTHS = ("warm", "partly", "cold")
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -197,3 +201,49 @@ def _dict(value: object) -> dict[str, Any]:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """All runs of a phase together, in seconds and bytes of the modelled system."""
+
+    turns: int
+    moves: int
+    by_warmth: dict[str, int]
+    reused_share: float | None  # of the prompts at moves
+    ttft_s: list[float]
+    moved_ttft_s: list[float]
+    send_s: list[float]
+    send_mib: list[float]
+    import_s: list[float]
+    mbps: tuple[float, float]  # sent by each node, mean over all the time
+    stall_share: float  # of an engine's time, mean of both
+    n_failed: int  # tries that were not answered
+
+
+def pooled(work: Workload) -> Pooled:
+    runs = work.runs
+    seconds = sum(run.seconds for run in runs) * work.speed
+    n_prompt = sum(run.moved_prompt_tokens for run in runs)
+
+    def modelled_s(name: str) -> list[float]:
+        return [value * work.speed for run in runs for value in getattr(run, name)]
+
+    def mbps(node: int) -> float:
+        n_bytes = sum(run.wire_bytes[node] for run in runs) * work.scale
+        return n_bytes * 8 / 1e6 / seconds if seconds else 0.0
+
+    return Pooled(
+        turns=sum(run.turns for run in runs),
+        moves=sum(run.moves for run in runs),
+        by_warmth={name: sum(getattr(run, name) for run in runs) for name in WARMTHS},
+        reused_share=sum(run.reused_tokens for run in runs) / n_prompt if n_prompt else None,
+        ttft_s=modelled_s("ttft_s"),
+        moved_ttft_s=modelled_s("moved_ttft_s"),
+        send_s=modelled_s("send_s"),
+        send_mib=[n * work.scale / MIB for run in runs for n in run.send_bytes],
+        import_s=modelled_s("import_s"),
+        mbps=(mbps(0), mbps(1)),
+        stall_share=sum(sum(run.stall_s) for run in runs) * work.speed / 2 / seconds if seconds else 0.0,
+        n_failed=sum(sum(run.failed.values()) for run in runs),
+    )

@@ -135,7 +135,7 @@ class PacedSlots:
         return n
 
     def restored(self, slot: PacedSlot, tokens: array[int]) -> None:
-        """A save-file replaces what the slot held; that is no task, so it is not copied before the next one."""
+        """A save-file replaces what the slot held; it is no task, so it is not copied before the next one."""
         slot.held = Held(tokens)
         slot.copied = 0
 
