@@ -21,7 +21,7 @@ _KILL_WITHIN_S = 5.0
 
 
 class Janitor:
-    """The parent's side. What was owed first is undone last."""
+    """The parent's side."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -80,10 +80,12 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     owed = [json.loads(line) for line in sys.stdin]
-    for what, name in reversed(owed):
+    # Processes first: they would go on writing into the folders.
+    for what, name in owed:
         if what == "netns":
             remove_namespace(name)
-        elif what == "folder":
+    for what, name in owed:
+        if what == "folder":
             shutil.rmtree(name, ignore_errors=True)
     return 0
 

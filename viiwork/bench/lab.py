@@ -16,6 +16,7 @@ import msgspec
 
 from viiwork.bench.janitor import Janitor
 from viiwork.bench.link import Progress
+from viiwork.bench.listen import memory_folder
 from viiwork.bench.near import Errand, Told
 from viiwork.bench.net import CABLE, SWITCH, LabNet
 from viiwork.bench.results import Phase
@@ -53,6 +54,7 @@ SETTINGS = (
     Setting("direct, forced to 1 GbE", CABLE, 1_000, (_VETH,)),
 )
 _TUNNELED = 1  # the setting that --overlay makes real
+_CARRIER_MBPS = 10_000  # the link under a real tunnel
 
 
 def run_lab(
@@ -68,82 +70,88 @@ def run_lab(
     with ExitStack() as ending:
         janitor = Janitor()
         ending.callback(janitor.close)
-        with LabNet(janitor) as net:
-            work = Path(tempfile.mkdtemp(prefix="viiwork-lab-", dir=folder))
-            janitor.owes_folder(work)
-            state = BenchState(file, None, 0) if file is not None else make_state(work, size_bytes)
-            secret = os.urandom(32)
-            with _far_end(net, secret):
-                return [
-                    _measure(
-                        net, setting, state, runs, secret, overlay if at == _TUNNELED else None, progress
-                    )
-                    for at, setting in enumerate(SETTINGS)
-                ]
+        net = ending.enter_context(LabNet(janitor))
+        # What both ends make lies here as well: their own janitors end with the namespaces.
+        work = Path(tempfile.mkdtemp(prefix="viiwork-lab-", dir=folder))
+        janitor.owes_folder(work)
+        memory = Path(tempfile.mkdtemp(prefix="viiwork-lab-", dir=memory_folder()))
+        janitor.owes_folder(memory)
+        state = BenchState(file, None, 0) if file is not None else make_state(work, size_bytes)
+        secret = os.urandom(32)
+        ending.enter_context(_far_end(net, secret, memory))
+        lab = _Lab(net, state, runs, mesh_key(secret), work, progress)
+        return [
+            lab.measure(setting, overlay if at == _TUNNELED else None) for at, setting in enumerate(SETTINGS)
+        ]
 
 
-def _measure(
-    net: LabNet,
-    setting: Setting,
-    state: BenchState,
-    runs: int,
-    secret: bytes,
-    overlay: str | None,
-    progress: Progress,
-) -> Phase:
-    other = CABLE if setting.device == SWITCH else SWITCH
-    net.unplug(other)
-    emulated, addr, mbps = list(setting.emulated), net.far.address(setting.device), setting.mbps
-    with ExitStack() as ending:
-        if overlay == OVERLAY_NAME:
-            net.shape(setting.device, 10_000)
-            addr = ending.enter_context(Tunnel(net, setting.device)).far_address
-            emulated = [_VETH]
-        else:
+@dataclass(frozen=True, slots=True)
+class _Lab:
+    """What all settings have in common."""
+
+    net: LabNet
+    state: BenchState
+    runs: int
+    key: bytes
+    work: Path
+    progress: Progress
+
+    def measure(self, setting: Setting, overlay: str | None) -> Phase:
+        net = self.net
+        net.unplug(CABLE if setting.device == SWITCH else SWITCH)
+        if overlay != OVERLAY_NAME:
             net.shape(setting.device, setting.mbps)
-        errand = Errand(
+            phase = self._run_near(self._errand(setting, net.far.address(setting.device)))
+            return msgspec.structs.replace(phase, emulated=list(setting.emulated))
+        net.shape(setting.device, _CARRIER_MBPS)
+        with Tunnel(net, setting.device) as tunnel:
+            phase = self._run_near(self._errand(setting, tunnel.far_address))
+        return msgspec.structs.replace(phase, emulated=[_VETH], link_mbps=None)
+
+    def _errand(self, setting: Setting, addr: str) -> Errand:
+        state = self.state
+        return Errand(
             name=setting.name,
             addr=addr,
             port=BENCH_PORT,
-            key=mesh_key(secret),
-            link_mbps=mbps,
+            key=self.key,
+            link_mbps=setting.mbps,
             state=str(state.path.resolve()),
             base=str(state.base.resolve()) if state.base is not None else None,
             held=state.held,
-            runs=runs,
+            runs=self.runs,
         )
-        phase = _run_near(net, errand, progress)
-    return msgspec.structs.replace(phase, emulated=emulated, link_mbps=None if overlay else mbps)
 
-
-def _run_near(net: LabNet, errand: Errand, progress: Progress) -> Phase:
-    command = net.near.command(sys.executable, "-m", "viiwork.bench.near")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as near:
-        try:
-            assert near.stdin is not None and near.stdout is not None
-            near.stdin.write(msgspec.json.encode(errand) + b"\n")
-            near.stdin.flush()
-            for line in near.stdout:
-                told = msgspec.json.decode(line, type=Told)
-                if told.error:
-                    raise BenchError(f"{errand.name}: {told.error}")
-                if told.phase is not None:
-                    return told.phase
-                if told.plan:
-                    progress.plan(told.plan)
-                else:
-                    progress.step(told.step)
-        finally:
-            near.terminate()
-    raise BenchError(f"{errand.name}: the sending process ended with {near.returncode}")
+    def _run_near(self, errand: Errand) -> Phase:
+        command = self.net.near.command(sys.executable, "-m", "viiwork.bench.near")
+        env = {**os.environ, "TMPDIR": str(self.work)}
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as near:
+            try:
+                assert near.stdin is not None and near.stdout is not None
+                near.stdin.write(msgspec.json.encode(errand) + b"\n")
+                near.stdin.flush()
+                for line in near.stdout:
+                    told = msgspec.json.decode(line, type=Told)
+                    if told.error:
+                        raise BenchError(f"{errand.name}: {told.error}")
+                    if told.phase is not None:
+                        return told.phase
+                    if told.plan:
+                        self.progress.plan(told.plan)
+                    else:
+                        self.progress.step(told.step)
+            finally:
+                near.terminate()
+        raise BenchError(f"{errand.name}: the sending process ended with {near.returncode}")
 
 
 @contextmanager
-def _far_end(net: LabNet, secret: bytes) -> Iterator[None]:
+def _far_end(net: LabNet, secret: bytes, folder: Path) -> Iterator[None]:
     """`viiwork bench kvshare --listen` on the far host."""
     words = ["-m", "viiwork", "bench", "kvshare", "--listen", "--port", str(BENCH_PORT)]
-    command = net.far.command(sys.executable, *words, "--secret-env", _SECRET)
+    words += ["--secret-env", _SECRET, "--dir", str(folder)]
     env = {**os.environ, _SECRET: base64.b64encode(secret).decode()}
+    command = net.far.command(sys.executable, *words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env) as far:
         try:
             assert far.stdout is not None

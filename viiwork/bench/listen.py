@@ -94,10 +94,12 @@ class Listener:
         *,
         is_secured: bool,
         once: bool = False,
+        folder: Path | None = None,
         said: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`said` hears, in lines, what happens."""
+        """States are kept in `folder`, None = in memory. `said` hears, in lines, what happens."""
         self._keys, self._is_secured, self._once, self._said = keys, is_secured, once, said
+        self._root = folder if folder is not None else memory_folder()
         self._run: _Run | None = None
         self._came, self._done = asyncio.Event(), asyncio.Event()  # the first host
         self._connections: set[asyncio.Task[None]] = set()
@@ -135,7 +137,7 @@ class Listener:
             if len(self._connections) >= BENCH_CONNECTIONS_MAX:
                 sock.close()
                 continue
-            task = asyncio.create_task(self._serve_one(sock, addr[0]))
+            task = asyncio.create_task(self._serve_one(sock, _plain(addr[0])))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
 
@@ -180,7 +182,7 @@ class Listener:
     # -- the control connection
     async def _control(self, sock: socket.socket, remote: str) -> None:
         _keep_alive(sock)
-        folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir=_store_root()))
+        folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir=self._root))
         self._janitor.owes_folder(folder)
         run = self._run = _Run(secrets.token_hex(TOKEN_BYTES), folder)
         try:
@@ -321,19 +323,20 @@ def cpu_of(pid: int | None) -> float:
     return times.user + times.system if times else 0.0
 
 
-def _store_root() -> str | None:
-    """Memory, where a node keeps replicas too."""
-    return str(SHM) if SHM.is_dir() and os.access(SHM, os.W_OK) else None
+def memory_folder() -> Path | None:
+    """Where a node keeps replicas too; None = the system's folder for such files."""
+    return SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else None
 
 
 def _is_near(remote: str) -> bool:
     """Without a secret: only from this machine, a private network or the tailnet."""
-    try:
-        ip = canonical_ip(remote.partition("%")[0])
-    except ValueError:
-        return False
-    local = is_loopback(ip) or ip.startswith("fe80:")
-    return local or is_acceptable(ip, "lan") or is_acceptable(ip, "tailnet")
+    local = is_loopback(remote) or remote.startswith("fe80:")
+    return local or is_acceptable(remote, "lan") or is_acceptable(remote, "tailnet")
+
+
+def _plain(remote: str) -> str:
+    """An address as people write it: IPv4 as such, no zone."""
+    return canonical_ip(remote.partition("%")[0])
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -70,7 +70,10 @@ def _add_kvshare(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--file", type=Path, metavar="SAVEFILE", help="send this slot save-file instead")
     parser.add_argument(
-        "--dir", type=Path, metavar="DIR", help="where the file that is sent is made (default: the system's)"
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="where states are made (default: the system's folder), with --listen kept (default: memory)",
     )
     parser.add_argument(
         "--runs",

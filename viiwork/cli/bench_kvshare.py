@@ -34,9 +34,10 @@ from viiwork.wire.channel import mesh_key
 
 async def listen(args: argparse.Namespace, secrets: tuple[bytes, ...]) -> int:
     """Be the other end until Ctrl-C."""
+    _check_files(args)
     keys = tuple(mesh_key(secret) for secret in secrets) or (mesh_key(b""),)
     server = bound_socket("", args.port)
-    listener = Listener(keys, is_secured=bool(secrets), once=args.once, said=_say)
+    listener = Listener(keys, is_secured=bool(secrets), once=args.once, folder=args.dir, said=_say)
     port = "" if args.port == BENCH_PORT else f":{args.port}"
     how = "with the mesh's secret" if secrets else "without a secret, to private networks only"
     _say(
