@@ -208,6 +208,10 @@ class Dispatcher:
         self._saving[lease] = ref, asyncio.Event()
         return lease
 
+    def is_at_rest(self, ref: SlotRef) -> bool:
+        """Does no request run in the slot? A save of kv_share may."""
+        return self.slots.is_free(ref) or any(saved == ref for saved, _ in self._saving.values())
+
     def running(self) -> Iterator[Running]:
         """The requests in slots of this node."""
         for grant, since in self._in_slots.values():

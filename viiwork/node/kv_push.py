@@ -22,7 +22,7 @@ from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slots import SlotRef
 from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
-from viiwork.kv.jobs import SendJob, StateFile
+from viiwork.kv.jobs import SendDone, SendJob, StateFile
 from viiwork.limits import KV_PUSHES_AT_ONCE, KV_SAVE_S, KV_SLOT_SETTLE_S
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
@@ -114,6 +114,21 @@ class Pusher:
         self._again.discard(key)
         if task := self._running.pop(key, None):
             task.cancel()
+
+    async def push_now(self, key: SessionKey, node: str, reason: str) -> SendDone:
+        """Send the session's state to this node now. Raises `KvError`, `ChannelRefused`."""
+        binding, member = self._dispatcher.sessions.get(key), self._peers.member(node)
+        layout = self._layouts.get(binding.backend) if binding is not None else None
+        if binding is None or binding.ref is None or layout is None or member is None:
+            raise KvError("no_replica", f"no slot here holds the state, or {node} is gone")
+        name = f"out-{uuid.uuid4().hex}"
+        try:
+            self._check_space(layout, binding)
+            if not await self._save(key, binding, binding.ref, layout, name):
+                raise KvError("slot_busy", "a turn runs in the session's slot")
+            return await self._send(key, binding, layout, str(layout.save_dir / name), member)
+        finally:
+            await remove_file(layout.save_dir / name)
 
     async def stop(self) -> None:
         self._again.clear()
@@ -218,7 +233,7 @@ class Pusher:
 
     async def _send(
         self, key: SessionKey, binding: Binding, layout: EngineLayout, path: str, member: Member
-    ) -> None:
+    ) -> SendDone:
         session, model = key
         started = time.monotonic()
         offer = StateOffer(
@@ -272,6 +287,7 @@ class Pusher:
             took_s,
             sent.path.addr,
         )
+        return done
 
 
 def compress_of(config: KvShareSection) -> Literal["auto", "on", "off"]:

@@ -16,14 +16,19 @@ from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView
 from viiwork.errors import KvError
 from viiwork.kv.client import KvWorker
+from viiwork.mesh.direct import DirectClient
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_import import Importer, key_of
 from viiwork.node.kv_layouts import EngineLayouts
 from viiwork.node.kv_paths import KvPaths, LinkHost
+from viiwork.node.kv_pull import Fetcher
+from viiwork.node.kv_pulled import PullServer
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_receive import Receiver
+from viiwork.node.kv_restore import Restorer
 from viiwork.node.kv_stats import KvStats
 
 log = logging.getLogger(__name__)
@@ -58,9 +63,6 @@ class KvShare:
         self._pusher = Pusher(
             config, peers, dispatcher, self._layouts, worker, gates, self._stats, self.paths
         )
-        self._importer = Importer(
-            peers.me, dispatcher, self._replicas, self._layouts, worker, gates, self._stats
-        )
         self.receiver = Receiver(
             peers.me,
             config,
@@ -71,6 +73,35 @@ class KvShare:
             self._layouts,
             worker,
             self._stats,
+        )
+        self._restorer = Restorer(peers.me, dispatcher, worker, gates, self._stats)
+        self._held = HeldStates(dispatcher, self._layouts)
+        asks = DirectClient(peers.me, peers.client, secrets)
+        self._fetcher = Fetcher(
+            dispatcher, self._replicas, self.receiver.arrivals, self.paths, asks, peers.member
+        )
+        self._importer = Importer(
+            peers.me,
+            dispatcher,
+            self._replicas,
+            self._layouts,
+            worker,
+            self._restorer,
+            self._held,
+            self._fetcher,
+            self._stats,
+            config.min_tokens,
+        )
+        self.pulls = PullServer(
+            config,
+            peers,
+            origins,
+            dispatcher,
+            self._replicas,
+            self._layouts,
+            worker,
+            self.paths,
+            self._pusher,
         )
 
     async def start(self) -> None:
@@ -89,6 +120,8 @@ class KvShare:
         await self.paths.stop()
         await self.receiver.stop()
         await self._importer.stop()
+        await self._held.stop()
+        await self._restorer.stop()
         await self._layouts.stop()
         if self._active:
             await self._worker.stop()
@@ -100,6 +133,7 @@ class KvShare:
 
     def backend_gone(self, backend: str, model: str) -> None:
         self._gates.forget(backend)
+        self._held.backend_gone(backend)
         self._layouts.removed(backend, model)
 
     def occupies(self, backend: str) -> bool:
@@ -117,10 +151,11 @@ class KvShare:
     def turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
         if not self._active:
             return
-        self._importer.turn_ended(grant, outcome)
+        self._importer.turn_ended(grant, outcome, binding)
         key = key_of(grant)
         if key is None:
             return
+        self.pulls.withhold(key, not grant.ask.kv_share)
         if not grant.ask.kv_share:
             self._pusher.withhold(key)
         elif binding is not None and self._dispatcher.book.is_lasting(grant.ask):
@@ -151,4 +186,6 @@ class KvShare:
         if why_not := self._layouts.why_not():
             body["not_portable"] = why_not
         body["links"] = self.paths.status()
+        body["held"] = self._held.as_json()
+        body["pulls"] = self._fetcher.as_json() | self.pulls.as_json()
         return body | self._stats.as_json() | {"worker": asdict(self._worker.stats())}

@@ -114,6 +114,18 @@ class NodeSessions:
             found[self._me] = own
         return found
 
+    def at_peers(self, key: SessionKey) -> dict[str, Holding]:
+        """What peers hold of a session, by node; a turn one of them has just run for us counts as newest."""
+        found = dict(self.peers.of(*key))
+        for node, unreported in self._unreported.items():
+            turn = unreported.get(key)
+            if turn is not None:
+                newest = max((holding.generation for holding in found.values()), default=0)
+                here = self.table.get(key)
+                newest = max(newest, here.generation if here is not None else 0)
+                found[node] = Holding(*key, turn.tip, "", turn.n_tokens, "slot", newest + 1)
+        return found
+
     def reported(self, node: str, holdings: tuple[Holding, ...], requested_at: float) -> None:
         """A peer's list came, perhaps the old one; it tells of all that ended before it was asked for."""
         unreported = self._unreported.get(node)
