@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def chain(n: int) -> Chain:
 
 
 def ask(number: int, n_messages: int = 3, **more: Any) -> Ask:
-    return Ask(f"r{number}", MODEL, session=SESSION, chain=chain(n_messages), **more)
+    place = {"prefer": ("a",)}  # the tests say themselves where it runs
+    return Ask(f"r{number}", MODEL, session=SESSION, chain=chain(n_messages), **(place | more))
 
 
 @dataclass
@@ -220,8 +221,9 @@ class Bench:
     def _ended(self, grant: Grant, outcome: Outcome, binding: Any) -> None:
         self.importer.turn_ended(grant, outcome, binding)
 
-    def peer_holds(self, node: str, holding: Any) -> None:
-        entry = ModelCapacity(MODEL, slots=1, backends=1, healthy_backends=1, kv=IDENTITY)
+    def peer_holds(self, node: str, holding: Any, fp: str = "fp") -> None:
+        identity = replace(IDENTITY, model_fp=fp)
+        entry = ModelCapacity(MODEL, slots=1, backends=1, healthy_backends=1, kv=identity)
         now = time.monotonic()
         self.d.peers.put(node, "http://p")
         self.d.peers.reported(node, PeerReport(CapacityReport(node, models=(entry,)), now, now))

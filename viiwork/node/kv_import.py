@@ -179,6 +179,7 @@ class Importer:
             self._failed(grant, running, replica, ref, error)
             return
         running.replica = replica
+        turn.home = turn.home or replica.source  # whoever made it may have left
         turn.cause, turn.n_held, turn.n_restored = "", 0, binding.n_tokens
         turn.is_prefix = ask.chain is None or not replica.tip or replica.tip in ask.chain.links
 
