@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from viiwork.config.model import KvShareSection, RoutingSection
+from viiwork.config.model import RoutingSection
 from viiwork.core.replicas import Replica, ReplicaTable
-from viiwork.core.sessions import Binding
-from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Ask, Grant, Outcome, Usage
 from viiwork.engine.slots import RestoreDone, SaveDone, SlotView
 from viiwork.engine.views import BackendView
@@ -21,7 +19,7 @@ from viiwork.errors import KvError
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer
 from viiwork.node.kv_layouts import EngineLayouts
-from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
+from viiwork.node.kv_save import EngineGates
 from viiwork.node.kv_stats import KvStats
 
 KEY = ("s", "m")
@@ -232,40 +230,6 @@ async def test_a_replica_that_could_not_be_imported_is_dropped(tmp_path: Path, r
     assert replicas.get(KEY) is None
     await until(lambda: worker.dropped == ["r"])
     d.finish(grant, Outcome("done", 200))
-
-
-async def test_a_turn_that_must_stay_stops_a_push_that_is_under_way():
-    d = dispatcher()
-    started: list[int] = []
-    pusher = Pusher(
-        KvShareSection(min_tokens=1),
-        KvPeers("a", None, lambda name: None),  # type: ignore[arg-type]
-        d,
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        EngineGates(),
-        KvStats(),
-        None,  # type: ignore[arg-type]
-    )
-    never = asyncio.Event()
-
-    async def push_newest(key: tuple[str, str]) -> None:
-        started.append(1)
-        await never.wait()
-
-    push: Callable[[tuple[str, str]], Awaitable[None]] = push_newest
-    pusher._push_newest = push  # type: ignore[method-assign,assignment]
-    binding = Binding("a", SlotRef("m/0", 0), 100, 1)
-    pusher.turn_ended(KEY, binding)
-    pusher.withhold(KEY)  # before it began
-    assert not pusher._running
-    pusher.turn_ended(KEY, binding)
-    await until(lambda: started)
-    pusher.withhold(KEY)
-    pusher.turn_ended(KEY, binding)
-    await until(lambda: len(started) == 2)
-    never.set()
-    await until(lambda: not pusher._running)
 
 
 @pytest.mark.parametrize("ram_tokens, asked", [(10_000, ["warm up 0", "restore 0"]), (0, ["restore 0"])])

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from viiwork.limits import KV_IMPORT_MAX_S, KV_IMPORT_MIN_S, KV_NO_REUSE_MAX
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
-from viiwork.node.kv_push import EngineGates
+from viiwork.node.kv_save import EngineGates
 from viiwork.node.kv_stats import KvStats
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,11 @@ class Importer:
         worker: KvWorker,
         gates: EngineGates,
         stats: KvStats,
+        on_restored: Callable[[SessionKey, Binding, str, float], None] = lambda *_: None,
     ) -> None:
+        """`on_restored` hears whose state is in the slot now, its source, and how long the engine stood."""
         self._me = me
+        self._on_restored = on_restored
         self._dispatcher = dispatcher
         self._replicas = replicas
         self._layouts = layouts
@@ -80,13 +84,14 @@ class Importer:
             if layout is None:
                 raise KvError("not_portable", f"the state of {ask.model} is not portable here")
             async with asyncio.timeout(self._worth_s(replica)):
-                await self._restore(replica, layout, ref)
+                restore_s = await self._restore(replica, layout, ref)
         except (ViiworkError, OSError, TimeoutError) as error:
             reason = error.reason if isinstance(error, KvError) else _reason_of(error)
             self._failed(grant, replica, ref, reason, str(error) or reason)
             return
         binding = Binding(self._me, ref, replica.n_tokens, replica.generation, replica.tip, replica.scope)
         self._dispatcher.sessions.ran_here(key, binding)
+        self._on_restored(key, binding, replica.source, restore_s)
         self._imports[grant.lease] = _Import(replica)
 
     def turn_ended(self, grant: Grant, outcome: Outcome) -> None:
@@ -135,7 +140,8 @@ class Importer:
         cold_s = rate * replica.n_tokens if rate is not None else KV_IMPORT_MAX_S
         return min(max(cold_s, KV_IMPORT_MIN_S), KV_IMPORT_MAX_S)
 
-    async def _restore(self, replica: Replica, layout: EngineLayout, ref: SlotRef) -> None:
+    async def _restore(self, replica: Replica, layout: EngineLayout, ref: SlotRef) -> float:
+        """How long the engine stood still for it, in seconds."""
         started = time.monotonic()
         name = f"in-{uuid.uuid4().hex}"
         path = layout.save_dir / name
@@ -168,6 +174,7 @@ class Importer:
             restore_s=round(done.ms / 1000, 4),
             seconds=round(time.monotonic() - started, 4),
         )
+        return done.ms / 1000
 
     def _failed(self, grant: Grant, replica: Replica, ref: SlotRef, reason: str, message: str) -> None:
         self._stats.imports.failed[reason] += 1

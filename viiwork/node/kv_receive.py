@@ -20,7 +20,7 @@ from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_paths import must_encrypt
-from viiwork.node.kv_push import session_digest
+from viiwork.node.kv_send import session_digest
 from viiwork.node.kv_stats import KvStats
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import ENCRYPT_HEADER, StateOffer, decode_offer

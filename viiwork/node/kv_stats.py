@@ -32,6 +32,7 @@ class KvStats:
         self.sent = Tally()
         self.received = Tally()
         self.imports = Tally()
+        self.kept = Tally()  # own states, before their slot was taken
         self.moves: Counter[Warmth] = Counter()
         self.cold_causes: Counter[str] = Counter()
         self._transfers: deque[dict[str, Any]] = deque(maxlen=KV_TRANSFERS_SHOWN)
@@ -51,6 +52,7 @@ class KvStats:
             "sent": self.sent.as_json(),
             "received": self.received.as_json(),
             "imports": self.imports.as_json(),
+            "kept": self.kept.as_json(),
             "moves": {"warm": self.moves["warm"], "partly": self.moves["partly"], "cold": self.moves["cold"]},
             "not_warm_causes": dict(self.cold_causes),
             "last": list(self._transfers),

@@ -49,8 +49,8 @@ from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
 from viiwork.node.kv_paths import LinkHost
-from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
+from viiwork.node.kv_targets import KvPeers
 from viiwork.node.listeners import Listeners
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.metrics import NodeCollector, RequestCounts
