@@ -93,6 +93,7 @@ class Sender:
             model=model,
             peer=member.name,
             reason=reason,
+            generation=saved.binding.generation,
             tokens=done.info.n_tokens,
             kept=done.kept,
             bytes=done.total_bytes,
