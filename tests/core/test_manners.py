@@ -72,9 +72,9 @@ def test_what_is_shown_fades_and_sums():
     manners.restored("m/0", 1.5, 0.0)
     manners.put_off("queue")
     shown = manners.as_json(0.0)
-    assert shown["engines"]["m/0"] == {"saves": 1, "restores": 1, "stall_s": 3.0, "share": 0.05}
+    assert shown["share"] == {"m/0": 0.05}
     assert shown["put_off"] == {"queue": 1} and shown["share_limit"] == SHARE
-    assert manners.as_json(10 * KV_STALL_WINDOW_S)["engines"]["m/0"]["share"] < 0.0001
+    assert manners.as_json(10 * KV_STALL_WINDOW_S)["share"]["m/0"] < 0.0001
 
 
 def test_quick_short_turns_wait_for_each_other_and_long_ones_do_not():

@@ -57,9 +57,6 @@ class StallBudget:
 @dataclass(slots=True)
 class _Engine:
     budget: StallBudget
-    saves: int = 0
-    restores: int = 0
-    stall_s: float = 0.0
     s_per_token: float | None = None  # of a save, as measured
 
 
@@ -89,18 +86,15 @@ class Manners:
     # -- what it cost --------------------------------------------------------------------------------
     def saved(self, backend: str, n_tokens: int, stall_s: float, now: float) -> None:
         engine = self._engine(backend, now)
-        engine.saves += 1
         if n_tokens > 0:
             rate = stall_s / n_tokens
             before = engine.s_per_token if engine.s_per_token is not None else rate
             engine.s_per_token = before + ALPHA * (rate - before)
-        self._charge(engine, stall_s, now)
+        engine.budget.charge(stall_s, now)
 
     def restored(self, backend: str, stall_s: float, now: float) -> None:
         """Of a turn that waits for it: never held back, but paid for."""
-        engine = self._engine(backend, now)
-        engine.restores += 1
-        self._charge(engine, stall_s, now)
+        self._engine(backend, now).budget.charge(stall_s, now)
 
     def forget(self, backend: str) -> None:
         """The backend is gone for good."""
@@ -110,13 +104,8 @@ class Manners:
         return {
             "share_limit": self._share,
             "put_off": dict(self._put_off),
-            "engines": {
-                backend: {
-                    "saves": engine.saves,
-                    "restores": engine.restores,
-                    "stall_s": round(engine.stall_s, 4),
-                    "share": round(engine.budget.recent_share(now), 5),
-                }
+            "share": {
+                backend: round(engine.budget.recent_share(now), 5)
                 for backend, engine in sorted(self._engines.items())
             },
         }
@@ -125,11 +114,6 @@ class Manners:
         if backend not in self._engines:
             self._engines[backend] = _Engine(StallBudget(self._share, now))
         return self._engines[backend]
-
-    @staticmethod
-    def _charge(engine: _Engine, stall_s: float, now: float) -> None:
-        engine.stall_s += stall_s
-        engine.budget.charge(stall_s, now)
 
 
 def debounce_s(since_save_s: float, new_tokens: int) -> float:

@@ -34,8 +34,8 @@ _NO_NEED = frozenset({"slot_busy", "not_here", "no_peer", "current", "not_portab
 class _Push:
     """The newest state of one session on its way out; whoever asks for it meanwhile joins."""
 
-    def __init__(self, reason: str, n_tries: int, not_before: float) -> None:
-        self.reason = reason
+    def __init__(self, why: str, n_tries: int, not_before: float) -> None:
+        self.why = why
         self.n_tries = n_tries  # of the same generation before this one
         self.not_before = not_before
         self.to_targets = False  # it goes to the session's own order of peers
@@ -167,8 +167,8 @@ class Pusher:
         await self._background.stop()
 
     # -- one push ------------------------------------------------------------------------------------
-    def _start(self, key: SessionKey, reason: str, *, n_tries: int = 0, after_s: float = 0.0) -> _Push:
-        push = self._running[key] = _Push(reason, n_tries, time.monotonic() + after_s)
+    def _start(self, key: SessionKey, why: str, *, n_tries: int = 0, after_s: float = 0.0) -> _Push:
+        push = self._running[key] = _Push(why, n_tries, time.monotonic() + after_s)
         if self._ending:
             push.urgent.set()
         push.task = self._background.go(self._push(key, push))
@@ -199,9 +199,9 @@ class Pusher:
         if self._running.get(key) is push:
             del self._running[key]
             if push.again:
-                self._start(key, push.reason).to_targets = True
+                self._start(key, push.why).to_targets = True
             elif follow_s is not None and not self._ending:
-                later = self._start(key, push.reason, n_tries=push.n_tries + 1, after_s=follow_s)
+                later = self._start(key, push.why, n_tries=push.n_tries + 1, after_s=follow_s)
                 later.to_targets = True
 
     def _not_saved(self, key: SessionKey, error: ViiworkError | OSError) -> None:
@@ -301,7 +301,7 @@ class Pusher:
                 return None
             if member.name not in holders:
                 try:
-                    await asyncio.shield(self._send(push, saved, member, push.reason))
+                    await asyncio.shield(self._send(push, saved, member, push.why))
                 except (ViiworkError, OSError):
                     continue  # the next one in its order, then
             n_missing -= 1
@@ -309,16 +309,18 @@ class Pusher:
             return None
         return self._targets.try_again_s(key)
 
-    def _send(self, push: _Push, saved: Saved, member: Member, reason: str) -> asyncio.Task[SendDone]:
+    def _send(self, push: _Push, saved: Saved, member: Member, why: str) -> asyncio.Task[SendDone]:
         """The one transfer of this state to this peer."""
         task = push.sends.get(member.name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = push.sends[member.name] = asyncio.create_task(self._send_one(saved, member, reason))
+            stages_s = saved.stages_s if not push.sends else {}  # so that sums count a save once
+            work = self._send_one(saved, member, why, stages_s)
+            task = push.sends[member.name] = asyncio.create_task(work)
         return task
 
-    async def _send_one(self, saved: Saved, member: Member, reason: str) -> SendDone:
+    async def _send_one(self, saved: Saved, member: Member, why: str, stages_s: dict[str, float]) -> SendDone:
         try:
-            done = await self._sender.send(saved, member, reason)
+            done = await self._sender.send(saved, member, why, stages_s)
         except (ViiworkError, OSError) as error:
             self._targets.failed(member.name, error)
             raise

@@ -19,6 +19,7 @@ from viiwork.limits import KV_SAVE_S, KV_SLOT_SETTLE_S
 from viiwork.node.background import remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout
+from viiwork.node.kv_stats import KvStats
 from viiwork.wire.replica import Mark
 
 SETTLE_POLL_S = 0.02
@@ -56,16 +57,23 @@ class Saved:
     known: tuple[Mark, ...]  # earlier saves of the same rows
     n_tokens: int
     n_bytes: int
-    save_s: float
+    stages_s: dict[str, float]  # how long it queued and saved
 
 
 class Saver:
     """Saves slots; what that costs the engine is on record in `Manners`."""
 
     def __init__(
-        self, me: str, dispatcher: Dispatcher, gates: EngineGates, manners: Manners, states: SlotStates
+        self,
+        me: str,
+        dispatcher: Dispatcher,
+        gates: EngineGates,
+        manners: Manners,
+        states: SlotStates,
+        stats: KvStats,
     ) -> None:
         self._me = me
+        self._stats = stats
         self._dispatcher = dispatcher
         self._gates = gates
         self._manners = manners
@@ -81,6 +89,7 @@ class Saver:
         if ref is None:
             raise KvError("not_here", "no slot holds the session")
         _check_space(layout, binding)
+        wanted_at = time.monotonic()
         async with self._gates.of(ref.backend):
             if self._dispatcher.is_wanted(ref, key[1]):
                 raise KvError("queue", "requests wait for a slot")
@@ -93,7 +102,7 @@ class Saver:
                 if self._dispatcher.sessions.get(key) != binding:
                     raise KvError("slot_busy", "the session has moved on")
                 await self._until_settled(layout, ref, key[1])
-                return await self._save(key, binding, ref, layout)
+                return await self._save(key, binding, ref, layout, wanted_at)
             finally:
                 self._dispatcher.give_back(lease)
 
@@ -103,11 +112,14 @@ class Saver:
         if ref is None:
             raise KvError("not_here", "no slot holds the session")
         _check_space(layout, binding)
+        wanted_at = time.monotonic()
         async with self._gates.of(ref.backend):
             await self._until_settled(layout, ref, "")
-            return await self._save(key, binding, ref, layout)
+            return await self._save(key, binding, ref, layout, wanted_at)
 
-    async def _save(self, key: SessionKey, binding: Binding, ref: SlotRef, layout: EngineLayout) -> Saved:
+    async def _save(
+        self, key: SessionKey, binding: Binding, ref: SlotRef, layout: EngineLayout, wanted_at: float
+    ) -> Saved:
         state = self._states.get(ref)
         kept = state.kept if state is not None and state.key == key else []
         known = tuple(Mark(generation=m.generation, source=m.source, keep=m.keep) for m in kept)
@@ -126,10 +138,12 @@ class Saver:
             await remove_file(path)
             raise
         now, save_s = time.monotonic(), done.ms / 1000
+        self._stats.stalled(ref.backend, save_s)
         self._manners.saved(ref.backend, done.n_saved, save_s, now)
         if state is not None and state.key == key:
             self._states.saved(ref, binding.generation, self._me, done.n_saved, now)
-        return Saved(key, binding, layout, path, known, done.n_saved, done.n_written, save_s)
+        stages_s = {"queued": began - wanted_at, "save": save_s}
+        return Saved(key, binding, layout, path, known, done.n_saved, done.n_written, stages_s)
 
     async def _until_settled(self, layout: EngineLayout, ref: SlotRef, model: str) -> None:
         """The engine frees a slot a moment after its last byte; a save before that would be put off there.

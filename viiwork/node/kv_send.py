@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Literal
 
@@ -17,12 +16,10 @@ from viiwork.mesh.values import Member
 from viiwork.node.kv_paths import KvPaths
 from viiwork.node.kv_route import send_over
 from viiwork.node.kv_save import Saved
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.node.kv_targets import KvPeers
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, encode_offer
-
-log = logging.getLogger(__name__)
 
 
 def session_digest(key: SessionKey) -> bytes:
@@ -57,8 +54,8 @@ class Sender:
         self._paths = paths
         self._stats = stats
 
-    async def send(self, saved: Saved, member: Member, reason: str) -> SendDone:
-        """Raises `KvError`, `ChannelRefused`."""
+    async def send(self, saved: Saved, member: Member, why: str, stages_s: dict[str, float]) -> SendDone:
+        """`stages_s`: how long it took before. Raises `KvError`, `ChannelRefused`."""
         session, model = saved.key
         started = time.monotonic()
         offer = StateOffer(
@@ -82,50 +79,36 @@ class Sender:
         try:
             sent = await send_over(self._paths, self._worker, member, encode_offer(offer), job)
         except (ViiworkError, OSError) as error:
-            self.not_sent(saved.key, error)
+            self.not_sent(saved.key, error, member.name)
             raise
-        done, took_s = sent.done, time.monotonic() - started
-        self._stats.sent.done += 1
-        self._stats.sent.n_bytes += done.total_bytes
-        self._stats.transferred(
-            "send",
-            session=session[:8],
-            model=model,
-            peer=member.name,
-            reason=reason,
-            generation=saved.binding.generation,
-            tokens=done.info.n_tokens,
-            kept=done.kept,
-            bytes=done.total_bytes,
-            raw_bytes=done.raw_bytes,
-            wire_bytes=done.wire_bytes,
-            save_s=round(saved.save_s, 4),
-            seconds=round(took_s, 4),
-            encrypted=sent.encrypted,
-            path=sent.path.addr,
-        )
-        log.info(
-            "kv_share.sent session=%s model=%s peer=%s reason=%s tokens=%d kept=%d bytes=%d wire_bytes=%d "
-            "seconds=%.3f path=%s",
-            session[:8],
-            model,
-            member.name,
-            reason,
-            done.info.n_tokens,
-            done.kept,
-            done.total_bytes,
-            done.wire_bytes,
-            took_s,
-            sent.path.addr,
+        done = sent.done
+        self._stats.ended(
+            Transfer(
+                what="send",
+                session=session,
+                model=model,
+                why=why,
+                generation=saved.binding.generation,
+                peer=member.name,
+                path=sent.path.addr,
+                encrypted=sent.encrypted,
+                tokens=done.info.n_tokens,
+                kept=done.kept,
+                state_bytes=done.total_bytes,
+                raw_bytes=done.raw_bytes,
+                wire_bytes=done.wire_bytes,
+                took_s=time.monotonic() - started,
+                stages_s=stages_of(done.stages, **stages_s),
+            )
         )
         return done
 
-    def not_sent(self, key: SessionKey, error: ViiworkError | OSError) -> None:
-        """Count a state that was not saved, or did not arrive."""
+    def not_sent(self, key: SessionKey, error: ViiworkError | OSError, peer: str = "") -> None:
+        """Count a state that was not saved, or did not arrive at a peer."""
         reason = error.reason if isinstance(error, KvError) else getattr(error, "code", "io_error")
-        self._stats.sent.failed[reason] += 1
-        self._stats.transferred("send", failed=reason, session=key[0][:8], model=key[1])
-        log.info("kv_share.not_sent session=%s model=%s: %s", key[0][:8], key[1], error)
+        self._stats.ended(
+            Transfer(what="send", session=key[0], model=key[1], reason=reason, detail=str(error), peer=peer)
+        )
 
 
 def compress_of(config: KvShareSection) -> Literal["auto", "on", "off"]:

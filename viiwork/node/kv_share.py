@@ -24,6 +24,7 @@ from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer, key_of
 from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_metrics import KvMetrics
 from viiwork.node.kv_paths import KvPaths, LinkHost
 from viiwork.node.kv_push import Pusher
 from viiwork.node.kv_receive import Receiver
@@ -66,7 +67,7 @@ class KvShare:
         states = self._states = SlotStates()
         stats, layouts = self._stats, self._layouts
         targets = self._targets = Targets(config, peers, dispatcher, layouts, stats)
-        saver = Saver(peers.me, dispatcher, gates, manners, states)
+        saver = Saver(peers.me, dispatcher, gates, manners, states, stats)
         sender = Sender(config, peers, worker, self.paths, stats)
         self._pusher = Pusher(config, dispatcher, layouts, saver, sender, targets, manners, states, stats)
         self._stash = Stash(
@@ -86,6 +87,10 @@ class KvShare:
             worker,
             self._stats,
         )
+
+        self.metrics = KvMetrics(
+            self._stats, self._replicas, worker, self.paths, lambda: self._active
+        ).families
 
     async def start(self) -> None:
         """Start the worker; a node that cannot run one serves all the same, without sharing."""
@@ -202,5 +207,5 @@ class KvShare:
             body["not_portable"] = why_not
         body["links"] = self.paths.status()
         body["pushing"] = self._pusher.pushing
-        body["stalls"] = self._manners.as_json(time.monotonic())
+        body["manners"] = self._manners.as_json(time.monotonic())
         return body | self._stats.as_json() | {"worker": asdict(self._worker.stats())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from contextlib import suppress
 
@@ -11,6 +10,7 @@ from viiwork.config.model import KvShareSection
 from viiwork.core.capacity import Perf
 from viiwork.core.manners import Manners
 from viiwork.core.replicas import Replica, ReplicaTable
+from viiwork.core.sessions import SessionKey
 from viiwork.core.slot_states import SlotState, SlotStates
 from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Grant
@@ -22,10 +22,8 @@ from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayouts
 from viiwork.node.kv_save import Saved, Saver
 from viiwork.node.kv_send import state_file
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.node.kv_targets import Targets
-
-log = logging.getLogger(__name__)
 
 
 class Stash:
@@ -76,7 +74,7 @@ class Stash:
             async with asyncio.timeout(bound_s):
                 saved = await self._saver.save_leased(state.key, state.binding, layout)
         except (ViiworkError, OSError, TimeoutError) as error:
-            self._not_kept(state, error)
+            self._not_kept(state.key, error)
             return
         self._background.go(self._keep(saved))  # the turn need not wait for it
 
@@ -109,8 +107,7 @@ class Stash:
         try:
             done = await self._worker.keep(state_file(saved, self._me))
         except KvError as error:
-            self._stats.kept.failed[error.reason] += 1
-            log.info("kv_share.not_kept session=%s model=%s: %s", saved.key[0][:8], saved.key[1], error)
+            self._not_kept(saved.key, error)
             return
         finally:
             await remove_file(saved.path)
@@ -121,18 +118,23 @@ class Stash:
         for old in self._replicas.put(Replica(*facts, binding.tip, binding.scope)):
             with suppress(KvError):  # a worker that is gone has dropped it
                 await self._worker.drop(old.name)
-        self._stats.kept.done += 1
-        self._stats.kept.n_bytes += done.total_bytes
-        log.info(
-            "kv_share.kept session=%s model=%s tokens=%d bytes=%d save_s=%.3f",
-            saved.key[0][:8],
-            saved.key[1],
-            done.n_tokens,
-            done.total_bytes,
-            saved.save_s,
+        self._stats.ended(
+            Transfer(
+                what="keep",
+                session=saved.key[0],
+                model=saved.key[1],
+                generation=binding.generation,
+                tokens=done.n_tokens,
+                kept=done.kept,
+                state_bytes=done.total_bytes,
+                raw_bytes=done.raw_bytes,
+                took_s=done.stages.total_s,
+                stages_s=stages_of(done.stages, **saved.stages_s),
+            )
         )
 
-    def _not_kept(self, state: SlotState, error: BaseException) -> None:
+    def _not_kept(self, key: SessionKey, error: BaseException) -> None:
         reason = error.reason if isinstance(error, KvError) else getattr(error, "code", "too_slow")
-        self._stats.kept.failed[reason] += 1
-        log.info("kv_share.not_kept session=%s model=%s: %s", state.key[0][:8], state.key[1], error or reason)
+        self._stats.ended(
+            Transfer(what="keep", session=key[0], model=key[1], reason=reason, detail=str(error))
+        )
