@@ -318,9 +318,25 @@ LEFT_DRAIN_S = 120.0  # a node that took its leave may run our requests so long;
 STALL_LOOK_S = 1.0  # how often that is looked at
 ENGINES_STOP_S = 10.0  # engines get this long after SIGTERM before SIGKILL
 KV_CLOCK_SKEW_MS = 86_400_000  # a generation further ahead would keep every later state of its session out
-KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 400 B each
+KV_TRANSFERS_SHOWN = 20  # newest transfers in /v1/status; about 600 B each
+KV_PEERS_COUNTED = 128  # peers with sums of their own, the others are one; about 1 KiB each
+KV_LISTED_MAX = 256  # of each list in /v1/kv, the newest; about 200 B each
 KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
 KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker
+KV_STALL_SHARE_MIN = 0.001  # less would pay for one save of a large state in an hour
+KV_STALL_WINDOW_S = (
+    60.0  # an engine that rested may be stopped for this window's share of stalls at once: 3 s
+)
+KV_DEBOUNCE_S = 2.0  # between two saves of a slot, for quick turns follow each other within it
+KV_DEBOUNCE_TOKENS = 256  # new rows that are not waited with: reading them anew takes a second or more
+KV_PUT_OFF_S = 0.1  # until the next look whether requests still wait where a save is to begin
+KV_PUSH_TRIES = 5  # of one generation while every peer fails; by their back-off that is about half a minute
+KV_PEER_BACKOFF_S = 1.0  # a peer that a state could not be brought to rests, twice as long each time
+KV_PEER_BACKOFF_MAX_S = 60.0  # and at most so long: one offer a minute to a peer that is broken
+KV_FULL_LONG_S = 30.0  # a peer seen without a free slot for so long is hardly the next host
+KV_PREFILL_GUESS_MS_PER_1K = 500.0  # where none was measured: 2,000 tokens/s, so that little seems lost
+KV_STASH_GAIN = 4  # a state is kept before its slot is taken when reading it anew costs so many saves of it
+KV_SAVE_GUESS_S_PER_GB = 0.7  # where no save was measured; an engine writes 1.5 GB/s to memory
 KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
 KV_PROBE_AGAIN_S = 1.0  # until the next try while its slots are busy or the worker is down: one GET /slots
 KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels it
@@ -331,7 +347,6 @@ KV_IMPORT_GUESS_S = 0.05  # of any import until some were measured: two exchange
 KV_IMPORT_GUESS_S_PER_BYTE = 2e-9  # the same for its bytes: written and read at 1 GB/s each
 KV_IMPORT_TYPICAL_TOKENS = 8192  # of a session; its import's cost is told to peers for each thousand of them
 KV_HELD_ASK_S = 0.5  # for an engine to tell what a slot holds; it answers in 1 ms unless a batch is running
-KV_SAVE_GUESS_S_PER_BYTE = 1e-9  # a save stops the engine for so long; 0.7 measured on one machine
 KV_PULL_GUESS_S = (
     0.1  # of any pull beside its bytes: the question, the channel's handshake, two probes' worth
 )

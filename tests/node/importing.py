@@ -12,6 +12,7 @@ from typing import Any
 from viiwork.config.model import RoutingSection
 from viiwork.core.capacity import CapacityReport, KvIdentity, ModelCapacity, PeerReport
 from viiwork.core.replicas import Replica
+from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Ask, Chain, Grant, Outcome, Usage
 from viiwork.engine.slots import Props, RestoreDone, SlotView
 from viiwork.errors import EngineError, KvError
@@ -21,8 +22,8 @@ from viiwork.node.kv_arrivals import Arrivals
 from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_import import Importer
 from viiwork.node.kv_pull import Fetcher
-from viiwork.node.kv_push import EngineGates
 from viiwork.node.kv_restore import Restorer
+from viiwork.node.kv_save import EngineGates
 from viiwork.node.kv_stats import KvStats
 
 SESSION, MODEL = "5" * 32, "m"
@@ -186,10 +187,11 @@ class Bench:
         self.d.slots.put_backend("m/0", model=MODEL, url="http://e", n_slots=n_slots, routable=True)
         self.worker, self.stats, self.peer = Worker(self.engine), KvStats(), Peer()
         self.layouts = Layouts(Layout(self.engine, folder))
+        self.lost: list[SlotRef] = []  # slots found to hold something else
         self.replicas = self.d.book.replicas
         self.arrivals = Arrivals(self.replicas)
         self.restorer = Restorer("a", self.d, self.worker, EngineGates(), self.stats)  # type: ignore[arg-type]
-        self.held = HeldStates(self.d, self.layouts)  # type: ignore[arg-type]
+        self.held = HeldStates(self.d, self.layouts, self.lost.append)  # type: ignore[arg-type]
         self.fetcher = Fetcher(
             self.d,
             self.replicas,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Ask, Outcome, Usage
 
 from .importing import KEY, MODEL, Bench
@@ -53,7 +54,7 @@ async def test_what_the_engine_lost_is_imported_again(bench: Bench, evict: Calla
     evict(bench)
     await bench.turn(3, 600, 650)
     assert bench.engine.asked == ["restore 0"]
-    assert bench.held.as_json()["lost"] == 1
+    assert bench.held.as_json()["lost"] == 1 and bench.lost == [SlotRef("m/0", 0)]
 
 
 @pytest.mark.parametrize("evict", WAYS)

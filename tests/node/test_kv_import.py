@@ -61,7 +61,7 @@ async def test_a_replica_that_could_not_be_imported_is_dropped(bench: Bench, rea
     while not bench.worker.dropped:
         await asyncio.sleep(0)
     bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 900, 1)))
-    assert bench.stats.cold_causes == {f"import_failed:{reason}": 1}
+    assert bench.stats.not_warm_causes == {f"import_failed:{reason}": 1}
 
 
 @pytest.mark.parametrize("ram_tokens, asked", [(10_000, ["warm up 0", "restore 0"]), (0, ["restore 0"])])
@@ -82,7 +82,7 @@ async def test_an_import_that_costs_more_than_reading_is_passed_over_and_said_so
     bench.put(900, 2, NEW)
     await bench.turn(3, 0, 910)
     assert bench.engine.asked == []
-    assert bench.stats.cold_causes == {"not_worth_it": 1}
+    assert bench.stats.not_warm_causes == {"not_worth_it": 1}
 
 
 async def test_an_import_that_was_slow_once_is_tried_again(bench: Bench):
@@ -103,7 +103,7 @@ async def test_an_import_is_given_no_more_time_than_reading_would_take(bench: Be
     bench.put(900, 2, NEW)
     grant = await bench.begin(3)
     bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 910, 1)))
-    assert bench.stats.cold_causes == {"import_too_slow": 1}
+    assert bench.stats.not_warm_causes == {"import_too_slow": 1}
     assert bench.restorer.costs.seconds(MODEL, 900_000) > 0.4, "it has learned what an import takes here"
 
 
@@ -123,7 +123,7 @@ async def test_an_imported_turn_is_judged_by_what_the_engine_counted(
     bench.put(900, 2, NEW)
     await bench.turn(3, cached, prompt)
     assert bench.stats.moves == {how: 1}
-    assert bench.stats.cold_causes == ({cause: 1} if cause else {})
+    assert bench.stats.not_warm_causes == ({cause: 1} if cause else {})
 
 
 async def test_a_move_without_any_state_here_is_judged_too(bench: Bench):
@@ -132,7 +132,7 @@ async def test_a_move_without_any_state_here_is_judged_too(bench: Bench):
     bench.d.sessions.engine_restarted("m/0")
     bench.d.sessions.ran_elsewhere(KEY, "b", NEW)
     await bench.turn(3, 0, 900)
-    assert bench.stats.moves == {"cold": 1} and bench.stats.cold_causes == {"no_replica": 1}
+    assert bench.stats.moves == {"cold": 1} and bench.stats.not_warm_causes == {"no_replica": 1}
 
 
 async def test_a_move_whose_replica_made_room_for_others_says_so(bench: Bench):
@@ -140,14 +140,14 @@ async def test_a_move_whose_replica_made_room_for_others_says_so(bench: Bench):
     bench.replicas.evicted(f"b{NEW}")
     bench.d.sessions.ran_elsewhere(KEY, "b", NEW)
     await bench.turn(3, 0, 900)
-    assert bench.stats.cold_causes == {"evicted": 1}
+    assert bench.stats.not_warm_causes == {"evicted": 1}
 
 
 async def test_a_move_to_an_engine_that_cannot_take_states_says_so(bench: Bench):
     bench.layouts.layout = None
     bench.put(900, 2, NEW)
     await bench.turn(3, 0, 900)
-    assert bench.stats.cold_causes == {"not_portable": 1}
+    assert bench.stats.not_warm_causes == {"not_portable": 1}
 
 
 async def test_a_move_back_to_an_old_state_of_its_own_is_behind(bench: Bench):
@@ -155,7 +155,7 @@ async def test_a_move_back_to_an_old_state_of_its_own_is_behind(bench: Bench):
     bench.d.sessions.ran_elsewhere(KEY, "b", NEW)
     await bench.turn(5, 500, 1500)
     assert bench.stats.moves == {"partly": 1}
-    assert set(bench.stats.cold_causes) <= {"long_prompt", "replica_behind"}
+    assert set(bench.stats.not_warm_causes) <= {"long_prompt", "replica_behind"}
 
 
 async def test_turns_that_stay_are_no_moves(bench: Bench):
@@ -182,7 +182,7 @@ async def test_restores_that_give_no_reuse_stop_and_later_turns_cost_nothing_mor
     assert bench.engine.asked == ["restore 0"] * KV_NO_REUSE_MAX
     assert "no reuse" in bench.layouts.stopped[MODEL]
     assert bench.stats.moves == {"cold": 50}
-    assert bench.stats.cold_causes == {"no_reuse": KV_NO_REUSE_MAX, "not_portable": 50 - KV_NO_REUSE_MAX}
+    assert bench.stats.not_warm_causes == {"no_reuse": KV_NO_REUSE_MAX, "not_portable": 50 - KV_NO_REUSE_MAX}
 
 
 async def test_a_fault_of_the_restore_empties_the_slot_in_our_books(bench: Bench):
@@ -192,4 +192,4 @@ async def test_a_fault_of_the_restore_empties_the_slot_in_our_books(bench: Bench
     grant = await bench.begin(3)
     assert bench.d.sessions.get(KEY) is None
     bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 900, 1)))
-    assert bench.stats.cold_causes == {"import_failed:restore_refused": 1}
+    assert bench.stats.not_warm_causes == {"import_failed:restore_refused": 1}

@@ -85,7 +85,7 @@ async def test_nothing_is_pulled_before_it_is_known_what_reading_takes(tmp_path:
     grant = await bench.begin(3)
     assert bench.peer.asked == []
     end(bench, grant, 0, 10_050)
-    assert bench.stats.cold_causes == {"replica_behind": 1}
+    assert bench.stats.not_warm_causes == {"replica_behind": 1}
     await bench.stop()
 
 
@@ -102,7 +102,7 @@ async def test_a_refused_pull_leaves_a_cold_turn_with_its_cause(bench: Bench):
     grant = await bench.begin(3)
     assert bench.engine.asked == []
     end(bench, grant, 0, 10_050)
-    assert bench.stats.cold_causes == {"replica_behind": 1}
+    assert bench.stats.not_warm_causes == {"replica_behind": 1}
     assert bench.fetcher.as_json()["failed"] == {"refused": 1}
 
 
@@ -113,7 +113,7 @@ async def test_a_refused_pull_falls_back_to_the_older_replica(bench: Bench):
     grant = await bench.begin(3)
     assert bench.engine.asked == ["restore 0"]
     end(bench, grant, 5000, 10_050)
-    assert bench.stats.cold_causes == {"replica_behind": 1}
+    assert bench.stats.not_warm_causes == {"replica_behind": 1}
 
 
 async def test_a_pull_is_given_up_when_reading_would_have_been_as_quick(bench: Bench):

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from viiwork.config.model import KvShareSection, RoutingSection
-from viiwork.core.sessions import Binding
-from viiwork.core.slots import SlotRef
+from viiwork.config.model import RoutingSection
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.engine.slots import SaveDone, SlotView
 from viiwork.engine.views import BackendView
 from viiwork.errors import KvError
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayouts
-from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
-from viiwork.node.kv_stats import KvStats
 
 KEY = ("s", "m")
 
@@ -190,37 +186,3 @@ async def test_a_probe_of_an_engine_that_is_gone_ends_and_gives_its_slot_back(tm
     await until(lambda: layouts.get("m/0"))
     known = layouts.get("m/0")
     assert known is not None and known.view.epoch == 2
-
-
-async def test_a_turn_that_must_stay_stops_a_push_that_is_under_way():
-    d = dispatcher()
-    started: list[int] = []
-    pusher = Pusher(
-        KvShareSection(min_tokens=1),
-        KvPeers("a", None, lambda name: None),  # type: ignore[arg-type]
-        d,
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        EngineGates(),
-        KvStats(),
-        None,  # type: ignore[arg-type]
-    )
-    never = asyncio.Event()
-
-    async def push_newest(key: tuple[str, str]) -> None:
-        started.append(1)
-        await never.wait()
-
-    push: Callable[[tuple[str, str]], Awaitable[None]] = push_newest
-    pusher._push_newest = push  # type: ignore[method-assign,assignment]
-    binding = Binding("a", SlotRef("m/0", 0), 100, 1)
-    pusher.turn_ended(KEY, binding)
-    pusher.withhold(KEY)  # before it began
-    assert not pusher._running
-    pusher.turn_ended(KEY, binding)
-    await until(lambda: started)
-    pusher.withhold(KEY)
-    pusher.turn_ended(KEY, binding)
-    await until(lambda: len(started) == 2)
-    never.set()
-    await until(lambda: not pusher._running)

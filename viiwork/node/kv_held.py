@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from viiwork.core.beliefs import Beliefs, Told
@@ -24,7 +25,11 @@ SETTLE_POLL_S = 0.02
 class HeldStates:
     """Owner of the beliefs; two short exchanges with an engine a turn that has something to lose."""
 
-    def __init__(self, dispatcher: Dispatcher, layouts: EngineLayouts) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, layouts: EngineLayouts, on_lost: Callable[[SlotRef], None]
+    ) -> None:
+        """`on_lost` hears of a slot that holds something else than was believed."""
+        self._on_lost = on_lost
         self._dispatcher = dispatcher
         self._layouts = layouts
         self._beliefs = Beliefs()
@@ -49,13 +54,13 @@ class HeldStates:
         try:
             async with asyncio.timeout(KV_HELD_ASK_S):
                 if (await layout.client.props(KV_HELD_ASK_S)).is_sleeping:
-                    return self._found(binding, False)  # asking for its slots would wake it
+                    return self._found(binding.ref, False)  # asking for its slots would wake it
                 told = await self._look(binding.ref, layout)
         except (EngineError, TimeoutError) as error:
             self._unanswered += 1
             log.info("kv_share.not_told slot=%s/%d: %s", binding.ref.backend, binding.ref.slot, error)
             return True
-        return self._found(binding, told is not None and self._beliefs.holds(binding, told[1]))
+        return self._found(binding.ref, told is not None and self._beliefs.holds(binding, told[1]))
 
     def mistaken(self) -> None:
         """The answer of a turn told that its slot did not hold what it was believed to."""
@@ -70,8 +75,10 @@ class HeldStates:
             "mistaken": self._mistaken,
         }
 
-    def _found(self, binding: Binding, held: bool) -> bool:
-        self._lost += not held
+    def _found(self, ref: SlotRef, held: bool) -> bool:
+        if not held:
+            self._lost += 1
+            self._on_lost(ref)
         return held
 
     async def _look(self, ref: SlotRef, layout: EngineLayout) -> tuple[bool, Told] | None:

@@ -25,7 +25,7 @@ from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_pull import Fetcher
 from viiwork.node.kv_restore import Restorer
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_stats import KvStats, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -187,15 +187,16 @@ class Importer:
         self, grant: Grant, running: _Running, replica: Replica, ref: SlotRef, error: BaseException
     ) -> None:
         reason = error.reason if isinstance(error, KvError) else _reason_of(error)
-        self._stats.imports.failed[reason] += 1
-        session, model = replica.key
-        self._stats.transferred("import", failed=reason, session=session[:8], model=model)
-        log.warning(
-            "kv_share.not_imported request=%s session=%s model=%s: %s",
-            grant.ask.request_id,
-            session[:8],
-            model,
-            str(error) or reason,
+        self._stats.ended(
+            Transfer(
+                what="import",
+                session=replica.key[0],
+                model=replica.key[1],
+                reason=reason,
+                detail=str(error) or reason,
+                request=grant.ask.request_id,
+                peer=replica.source,
+            )
         )
         turn = running.turn
         turn.cause = "import_too_slow" if isinstance(error, TimeoutError) else f"import_failed:{reason}"
@@ -237,7 +238,7 @@ class Importer:
     def _judge_move(self, grant: Grant, running: _Running, cached: int, prompt: int) -> None:
         found = warmth(cached, prompt)
         cause = cause_of(running.turn, cached) if found != "warm" else ""
-        self._stats.moved(found, cause)
+        self._stats.moved(found, cause, cached)
         log.info(
             "kv_share.move request=%s how=%s session=%s model=%s from=%s reused=%d of=%d%s",
             grant.ask.request_id,

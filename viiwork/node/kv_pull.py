@@ -16,7 +16,7 @@ from viiwork.core.sessions import SessionKey
 from viiwork.core.turn import Ask
 from viiwork.core.ways import ImportCosts, Way
 from viiwork.errors import MeshError, RequestError
-from viiwork.limits import KV_PULL_GUESS_S, KV_PULL_MAX_S, KV_SAVE_GUESS_S_PER_BYTE
+from viiwork.limits import KV_PULL_GUESS_S, KV_PULL_MAX_S, KV_SAVE_GUESS_S_PER_GB
 from viiwork.mesh.direct import DirectClient
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
@@ -81,7 +81,7 @@ class Fetcher:
         source = self._best_source(ask, key, newer_than, layout.identity())
         if source is not None and (incoming is None or source.holding.generation > incoming.generation):
             n_bytes = source.holding.n_tokens * token_bytes
-            pull_s = KV_PULL_GUESS_S + n_bytes * KV_SAVE_GUESS_S_PER_BYTE
+            pull_s = KV_PULL_GUESS_S + n_bytes / 1e9 * KV_SAVE_GUESS_S_PER_GB
             pull_s += self._wire_s(source.member, (source.holding.n_tokens - kept) * token_bytes)
             found.append(Way("pull", source.n_tokens, pull_s + costs.seconds(key[1], n_bytes)))
         return found

@@ -12,21 +12,19 @@ from typing import Any, Protocol
 
 from viiwork.config.model import KvShareSection
 from viiwork.core.replicas import Replica, ReplicaTable, path_allowed
-from viiwork.core.sessions import SessionKey
+from viiwork.core.sessions import Binding, SessionKey
 from viiwork.errors import KvError, KvRefused, ViiworkError
 from viiwork.kv.client import KvWorker
-from viiwork.kv.jobs import SendDone, SendJob, StateFile
+from viiwork.kv.jobs import SendDone
 from viiwork.limits import KV_PULL_MAX_S, KV_PULLS_AT_ONCE, KV_PULLS_PER_PEER, KV_WITHHELD_MAX
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.values import Member
 from viiwork.node.background import remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
-from viiwork.node.kv_paths import KvPaths
-from viiwork.node.kv_push import KvPeers, compress_of, session_digest
-from viiwork.node.kv_route import send_over
-from viiwork.wire.channel import mesh_key
-from viiwork.wire.kvoffer import StateOffer, encode_offer
+from viiwork.node.kv_save import Saved
+from viiwork.node.kv_send import Sender
+from viiwork.node.kv_targets import KvPeers
 from viiwork.wire.kvpull import PullAsk, PullDone, decode_ask, encode
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ class PullServer:
         replicas: ReplicaTable,
         layouts: EngineLayouts,
         worker: KvWorker,
-        paths: KvPaths,
+        sender: Sender,
         pushes: Pushes,
     ) -> None:
         self._config = config
@@ -60,7 +58,7 @@ class PullServer:
         self._replicas = replicas
         self._layouts = layouts
         self._worker = worker
-        self._paths = paths
+        self._sender = sender
         self._pushes = pushes
         self._running: Counter[str] = Counter()  # by peer
         self._withheld: OrderedDict[SessionKey, None] = OrderedDict()
@@ -138,42 +136,14 @@ class PullServer:
     async def _send_replica(self, replica: Replica, member: Member, layout: EngineLayout) -> None:
         """As a file that is rendered for the purpose; no engine is asked."""
         path = layout.save_dir / f"pull-{uuid.uuid4().hex}"
-        offer = StateOffer(
-            session=replica.key[0],
-            model=replica.key[1],
-            generation=replica.generation,
-            n_tokens=replica.n_tokens,
-            model_fp=layout.model_fp.hex(),
-            state=layout.identity().state,
-            tip=replica.tip,
-            scope=replica.scope,
-        )
-        job = SendJob(
-            file=StateFile(
-                path=str(path),
-                session=session_digest(replica.key),
-                model_fp=layout.model_fp,
-                generation=replica.generation,
-                created_unix_s=time.time(),
-                source=replica.source,
-            ),
-            compress=compress_of(self._config),
-            key=mesh_key(self._peers.client.key or b""),
-            local_name=self._peers.me,
-            peer_name=member.name,
-            encrypt=True,  # unless the path needs none
-        )
+        began = time.monotonic()
         try:
             rendered = await self._worker.render(replica.name, layout.target(0), path)
             if rendered.n_tokens != replica.n_tokens:
                 raise KvError("not_portable", "the replica cannot be rendered whole")
-            await send_over(self._paths, self._worker, member, encode_offer(offer), job)
+            generation, tip, scope = replica.generation, replica.tip, replica.scope
+            binding = Binding(self._peers.me, None, replica.n_tokens, generation, tip, scope)
+            facts = replica.key, binding, layout, path, (), rendered.n_tokens, rendered.total_bytes
+            await self._sender.send(Saved(*facts, {}), member, "pull", {"render": time.monotonic() - began})
         finally:
             await remove_file(path)
-        log.info(
-            "kv_share.passed_on session=%s model=%s peer=%s tokens=%d",
-            replica.key[0][:8],
-            replica.key[1],
-            member.name,
-            replica.n_tokens,
-        )

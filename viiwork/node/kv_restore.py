@@ -17,8 +17,8 @@ from viiwork.limits import KV_IMPORT_MAX_S
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout
-from viiwork.node.kv_push import EngineGates
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_save import EngineGates
+from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 
 
 class Restorer:
@@ -72,29 +72,31 @@ class Restorer:
             rendered = await self._worker.render(replica.name, layout.target(ref.slot), path)
             render_s = time.monotonic() - started
             async with self._gates.of(ref.backend):
+                queued_s = time.monotonic() - started - render_s
                 if self._dispatcher.sessions.replaces(ref):
                     # A restore overwrites what the slot holds; one token of another prompt saves it to RAM.
                     await layout.client.warm_up(ref.slot, KV_IMPORT_MAX_S)
                 done = await layout.client.restore(ref.slot, name, KV_IMPORT_MAX_S)
         finally:
             self._background.go(remove_file(path))  # the turn need not wait for it
+        self._stats.stalled(ref.backend, done.ms / 1000)
         if done.n_restored != rendered.n_tokens or done.n_read != rendered.total_bytes:
             raise KvError(
                 "restore_short",
                 f"the engine restored {done.n_restored} of {rendered.n_tokens} tokens, "
                 f"{done.n_read} of {rendered.total_bytes} bytes",
             )
-        self._stats.imports.done += 1
-        self._stats.imports.n_bytes += rendered.total_bytes
-        self._stats.transferred(
-            "import",
-            session=replica.key[0][:8],
-            model=replica.key[1],
-            peer=replica.source,
-            tokens=rendered.n_tokens,
-            bytes=rendered.total_bytes,
-            render_s=round(render_s, 4),
-            restore_s=round(done.ms / 1000, 4),
-            seconds=round(time.monotonic() - started, 4),
+        self._stats.ended(
+            Transfer(
+                what="import",
+                session=replica.key[0],
+                model=replica.key[1],
+                generation=replica.generation,
+                peer=replica.source,
+                tokens=done.n_restored,
+                state_bytes=rendered.total_bytes,
+                took_s=time.monotonic() - started,
+                stages_s=stages_of(None, render=render_s, queued=queued_s, restore=done.ms / 1000),
+            )
         )
         return rendered.n_tokens, done.ms / 1000
