@@ -288,8 +288,10 @@ class Pusher:
             # Nobody reads the file any more then; only a push that is given up has transfers left.
             for task in push.sends.values():
                 task.cancel()
-            await asyncio.gather(*push.sends.values(), return_exceptions=True)
-            await remove_file(saved.path)
+            try:
+                await asyncio.gather(*push.sends.values(), return_exceptions=True)
+            finally:
+                await remove_file(saved.path)
 
     async def _send_to_targets(self, push: _Push, saved: Saved) -> float | None:
         key, generation = saved.key, saved.binding.generation
