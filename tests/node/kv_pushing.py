@@ -74,6 +74,7 @@ class Sends:
         self.at_once = True
         self.fails: dict[str, str] = {}  # node -> reason
         self.failed: list[str] = []
+        self.slow: set[str] = set()
 
     async def send(self, saved: Saved, member: Member, why: str, stages_s: dict[str, float]) -> Any:
         sending = Sending(saved, member.name, why, saved.path.exists())
@@ -83,6 +84,9 @@ class Sends:
         if not self.at_once:
             await sending.end
         return SimpleNamespace(generation=saved.binding.generation, node=member.name)
+
+    def is_slow(self, member: Member) -> bool:
+        return member.name in self.slow
 
     def not_sent(self, key: SessionKey, error: BaseException, peer: str = "") -> None:
         self.failed.append(error.reason if isinstance(error, KvError) else type(error).__name__)
@@ -141,7 +145,8 @@ class Bench:
         peers = KvPeers("a", client, lambda name: self.members.get(name))
         self.manners, self.states, self.worker = Manners(settings.stall_share), SlotStates(), Kept()
         self.targets = Targets(settings, peers, d, layouts, self.stats)
-        saver = Saver("a", d, EngineGates(), self.manners, self.states, self.stats)
+        self.gates = EngineGates()
+        saver = Saver("a", d, self.gates, self.manners, self.states, self.stats)
         sender: Any = self.sends
         self.pusher = Pusher(
             settings, d, layouts, saver, sender, self.targets, self.manners, self.states, self.stats

@@ -219,6 +219,35 @@ async def test_an_engine_that_was_stopped_too_long_is_left_alone_until_somebody_
     assert len(bench.engine.saved) == 1
 
 
+async def test_a_recurrent_state_goes_over_a_slow_link_when_the_session_rests(bench: Bench):
+    bench.layout.shape.recurrent = object()
+    await bench.turn()
+    await bench.quiet()
+    assert len(bench.sends.all) == 1 and not bench.manners.as_json(0.0)["put_off"]
+    bench.sends.slow = {FIRST}
+    await bench.turn(cached=1000, prefilled=400)
+    await until(lambda: bench.manners.as_json(0.0)["put_off"] == {"rest": 1})
+    newest = await bench.turn(cached=1400, prefilled=400)
+    assert len(bench.engine.saved) == 1
+    await bench.quiet()
+    assert bench.sends.to[1:] == [(FIRST, newest)]
+
+
+async def test_saves_do_not_queue_up_before_a_restore(bench: Bench):
+    bench.engine.may_save.clear()
+    await bench.turn()
+    await bench.engine.asked.wait()
+    other = await bench.turn("t")
+    await until(lambda: bench.manners.as_json(0.0)["put_off"] == {"gate": 1})
+    restoring = asyncio.create_task(bench.gates.of("m/0").acquire())
+    await asyncio.sleep(0)
+    bench.engine.may_save.set()
+    assert await asyncio.wait_for(restoring, 10) and len(bench.engine.saved) == 1
+    bench.gates.of("m/0").release()
+    await bench.quiet()
+    assert len(bench.engine.saved) == 2 and other in [generation for _, generation in bench.sends.to]
+
+
 async def test_a_save_that_fails_is_counted_and_leaves_nothing(bench: Bench):
     async def refuses(slot: int, filename: str, timeout_s: float) -> None:
         (bench.engine.folder / filename).write_bytes(b"part")
@@ -272,6 +301,17 @@ async def test_who_asks_for_what_is_not_here_or_is_nobody_is_told(bench: Bench):
         await bench.pusher.push_now(KEY, FIRST, "pull")
     assert caught.value.reason == "slot_busy"
     bench.dispatcher.finish(running, Outcome("client_gone"))
+
+
+async def test_a_state_that_must_stay_is_given_to_nobody(bench: Bench):
+    await bench.turn()
+    bench.pusher.withhold(KEY)
+    state = next(bench.states.newest_first())
+    bench.states.ran(KEY, state.binding, 0, shared=False)
+    with pytest.raises(KvError, match="may leave"):
+        await bench.pusher.push_now(KEY, FIRST, "pull")
+    await bench.pusher.hand_over()
+    assert bench.engine.saved == []
 
 
 async def test_a_failed_transfer_is_told_to_who_asked_and_does_not_end_the_others(bench: Bench):

@@ -27,6 +27,7 @@ from viiwork.core.paths import (
 from viiwork.errors import ChannelRefused, KvRefused, MeshError
 from viiwork.limits import (
     LINK_CHECKS_AT_ONCE,
+    LINK_GUESS_BYTES_PER_S,
     LINK_LOOK_S,
     LINK_PEERS_MAX,
     LINK_SILENCE_MS,
@@ -176,6 +177,11 @@ class KvPaths:
         if peer is None or peer.member.addr != member.addr:
             return [mesh_path(member.addr, "", self._own.all, ())]
         return peer.paths.ranked(time.monotonic())
+
+    def bytes_per_s(self, member: Member) -> float:
+        """What a transfer to the member is expected to get."""
+        peer, path = self._peers.get(member.name), self.ranked(member)[0]
+        return LINK_GUESS_BYTES_PER_S if peer is None else peer.paths.rate(path, time.monotonic())[0]
 
     def _measured(self, member: Member, path: Path) -> float:
         peer = self._peers.get(member.name)
