@@ -123,15 +123,20 @@ async def test_a_node_that_ends_hands_its_sessions_over_first(
     assert moved["node"] == "b" and reused_share(moved) > 0.9
 
 
-async def test_a_model_that_is_parked_hands_its_sessions_over_first(
-    leaving: tuple[NodeProcess, NodeProcess], http: aiohttp.ClientSession
+@pytest.mark.parametrize("by", ["down", "reload"])
+async def test_a_model_that_is_parked_or_removed_hands_its_sessions_over_first(
+    by: str, leaving: tuple[NodeProcess, NodeProcess], http: aiohttp.ClientSession
 ):
     a, _ = leaving
     session = uuid.uuid4().hex
     messages = await two_turns(http, a, session)
-    async with http.post(f"{a.api}/v1/models/down", json={}) as response:
-        assert response.status == 200
-    await a.until(http, "without backends", lambda s: not s["models"][0]["backends"])
+    if by == "reload":
+        a.models = ""
+        a.reload()
+    else:
+        async with http.post(f"{a.api}/v1/models/down", json={}) as response:
+            assert response.status == 200
+    await a.until_logged("[small/0] ended")
     moved = await chat(http, a, messages, session)
     assert moved["node"] == "b" and reused_share(moved) > 0.9
 
@@ -146,3 +151,23 @@ async def test_a_second_signal_waits_for_no_handover(
     await a.until_logged("kv_share.handing_over backend=all sessions=1")
     a.kill(signal.SIGTERM)
     assert a.process is not None and await asyncio.to_thread(a.process.wait, 50) == 0
+
+
+async def test_a_last_copy_comes_home_after_another_session_took_its_slot(
+    tmp_path: Path, smollm2: Path, http: aiohttp.ClientSession
+):
+    """Of an engine with one slot and without a RAM cache, on a node without peers."""
+    entry = model_entry("small", smollm2, parallel=1).replace("threads: 1", "threads: 1, cache_ram_mib: 0")
+    a = NodeProcess("a", "127.0.21.3", tmp_path, entry, extra="kv_share: {min_tokens: 64}")
+    try:
+        a.start()
+        await a.until_healthy(http)
+        messages, session = opening(300), uuid.uuid4().hex
+        answer = await chat(http, a, messages, session)
+        await chat(http, a, opening(100), uuid.uuid4().hex)
+        status = await a.until(http, "kept", lambda s: s["kv_share"]["kept"]["done"] == 1, 20)
+        assert status["kv_share"]["replicas"] == 1
+        back = await chat(http, a, rest(messages, answer, "Go on."), session)
+        assert reused_share(back) > 0.9
+    finally:
+        a.end()
