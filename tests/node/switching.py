@@ -22,9 +22,9 @@ Judgement = Literal["same", "tie", "wrong"]
 COMMIT_S = 20.0  # only a broken push takes this long
 POLL_S = 0.02
 SEED = 1
-# Log-probabilities of the same token by engines that only batch otherwise, or attend by other kernels, are up
-# to 0.05 apart. With another session's rows, or rows in wrong places, it is tens of times as much.
-NOISE = 0.1
+# How far apart an unmoved engine says the log-probability of a token, reading the prompt in other batches:
+# up to 0.3 for SmolLM2, 0.03 for the tiny models.
+NOISE = 0.5
 WORDS = """
     account archive balance bridge candle carbon castle circuit copper cotton crystal delta desert engine
     fabric falcon filter forest garden glacier harbor hollow island jungle kernel ladder lantern magnet
@@ -74,13 +74,13 @@ class Turn:
     text: str
     entry: str
     host: str
-    moved: bool  # another host than the turn before
+    moved: bool  # to another host than the turn before
     cached: int
     prompt: int
     max_tokens: int
     request: str
     state_id: str = ""  # of the conversation, as the nodes call it
-    n_committed: int = 0  # hosts that held the state before this turn, the one it came from included
+    n_committed: int = 0  # hosts that held the state the turn before it left
     log: list[str] = field(default_factory=list)  # what the nodes logged of it, when it was not warm
 
     @property
@@ -99,7 +99,7 @@ class Session:
     name: str
     model: str
     rng: random.Random
-    keyed: bool = True
+    key: str = ""  # what its client calls it, "" = nothing
     messages: list[dict[str, str]] = field(default_factory=list)
     host: str = ""
     n_held: int = 0  # hosts that hold its newest state
@@ -127,9 +127,9 @@ class Session:
         del self.messages[1:]
         self.says(f"Summary of {self.name}: {self.words(n_words)}. Go on.")
 
-    def fork(self, name: str, keyed: bool) -> Session:
-        """A second client's conversation that begins as this one did up to its last question."""
-        other = Session(name, self.model, random.Random(name), keyed, self.messages[:-2], self.host)
+    def fork(self, name: str, key: str) -> Session:
+        """A second conversation that begins as this one did up to its last question."""
+        other = Session(name, self.model, random.Random(name), key, self.messages[:-2], self.host)
         other.n_held = self.n_held
         other.says(f"Branch {name}: and {other.rng.choice(WORDS)}?")
         return other
@@ -156,15 +156,16 @@ class Switcher:
                     await asyncio.sleep(POLL_S)
 
     async def turn(self, session: Session, kind: Kind, entry: str, host: str, max_tokens: int = 12) -> Turn:
-        """Run the session's next turn on the host; its answer becomes a part of the conversation."""
+        """Run the session's next turn on the host ("" = where the nodes like), and add its answer."""
         body = {"model": session.model, "messages": session.messages, "max_tokens": max_tokens}
         body |= {"temperature": 0, "seed": SEED, "logprobs": True, "top_logprobs": 2}
-        headers = {"X-Session-Id": session.name} if session.keyed else {}
-        url = f"{self.nodes[entry].api}/v1/chat/completions?host={host}"
+        headers = {"X-Session-Id": session.key} if session.key else {}
+        url = f"{self.nodes[entry].api}/v1/chat/completions?host={host or 'mesh'}"
         async with self.http.post(url, json=body, headers=headers) as response:
             answer = await response.json()
             assert response.status == 200, (response.status, answer, session.name)
-            assert response.headers["X-Viiwork-Node"] == host
+            ran = response.headers["X-Viiwork-Node"]
+            assert host in ("", ran)
             request = response.headers["X-Viiwork-Request"]
         choice, usage = answer["choices"][0], answer["usage"]
         done = Turn(
@@ -175,8 +176,8 @@ class Switcher:
             said_of(answer),
             choice["message"]["content"],
             entry,
-            host,
-            bool(session.host) and session.host != host,
+            ran,
+            bool(session.host) and session.host != ran,
             usage["prompt_tokens_details"]["cached_tokens"],
             usage["prompt_tokens"],
             max_tokens,
@@ -185,7 +186,7 @@ class Switcher:
         )
         done.state_id = await self._state_of(done)
         session.messages.append({"role": "assistant", "content": done.text})
-        session.host, session.n_held = host, 1
+        session.host, session.n_held = ran, 1
         session.turns += 1
         return done
 
@@ -207,6 +208,20 @@ class Switcher:
             await asyncio.sleep(POLL_S)
         session.n_held = len(held)
         return len(held)
+
+    async def switched(self, session: Session, n: int, n_words: int = 150) -> list[Turn]:
+        """A conversation's first turn and `n` more, each on another host, which has been sent its state."""
+        session.begin(n_words)
+        names, rng = sorted(self.nodes), session.rng
+        turns = [await self.turn(session, "first", rng.choice(names), rng.choice(names))]
+        for _ in range(n):
+            await self.until_committed(session, turns[-1])
+            session.grow()
+            host = rng.choice([name for name in names if name != session.host])
+            turns.append(await self.turn(session, "grown", rng.choice(names), host))
+            if turns[-1].warmth != "warm":
+                await self.explain(turns[-1])
+        return turns
 
     async def explain(self, turn: Turn) -> None:
         """Add what the nodes say of the turn: its decisions, and what they logged of its conversation."""
