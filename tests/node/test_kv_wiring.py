@@ -291,12 +291,3 @@ async def test_a_restore_first_lets_the_engine_save_what_the_slot_holds(
     assert client.asked == asked
     d.finish(grant, Outcome("done", 200))
     await importer.stop()
-
-
-async def test_the_probe_reads_a_token_into_a_slot_that_holds_none(tmp_path: Path):
-    client = Importing()
-    client.held = (0, 0)
-    layouts = layouts_of(Worker(), client, dispatcher())
-    layouts.changed(view(tmp_path))
-    await until(lambda: layouts.get("m/0"))
-    assert client.asked == ["warm up 0"] and client.saved == [0]

@@ -178,9 +178,6 @@ class EngineLayouts:
             raise KvError("slot_busy", f"no slot of {view.id} was idle yet")
         try:
             try:
-                if not slot.n_prompt_tokens:
-                    # An engine with a unified cache may have cleared it; no tokens tell nothing.
-                    await client.warm_up(slot.id, KV_PROBE_SAVE_S)
                 await client.save(slot.id, path.name, KV_PROBE_SAVE_S)
             finally:
                 self._dispatcher.give_back(lease)
