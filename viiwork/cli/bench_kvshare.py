@@ -19,10 +19,11 @@ from viiwork.bench.lab import run_lab
 from viiwork.bench.link import ALL_WAYS, LinkBench, Target, look, resolve
 from viiwork.bench.listen import Listener, bound_socket, host_facts
 from viiwork.bench.net import check_lab
+from viiwork.bench.plot import check_plot, plot
 from viiwork.bench.progress import BenchProgress
+from viiwork.bench.report import report_of
 from viiwork.bench.results import Phase, Results, encode_results
 from viiwork.bench.states import BenchState, make_state
-from viiwork.bench.table import table_of
 from viiwork.bench.tunnel import check_overlay
 from viiwork.cli.control import ControlClient
 from viiwork.config.model import ApiSection
@@ -124,6 +125,8 @@ def _check_files(args: argparse.Namespace) -> None:
         raise UsageError(f"--file: there is no file {args.file}")
     if args.dir is not None and not args.dir.is_dir():
         raise UsageError(f"--dir: there is no folder {args.dir}")
+    if args.plot is not None:
+        check_plot(args.plot)
     if args.json is not None:
         try:
             args.json.touch()
@@ -155,9 +158,11 @@ def _report(
         settings={"size_bytes": size, "file": bool(args.file), "runs": args.runs, **settings},
         phases=phases,
     )
-    Console().print(table_of(results))
+    Console().print(report_of(results))
     if args.json is not None:
         args.json.write_bytes(encode_results(results))
+    if args.plot is not None:
+        plot(results, args.plot)
 
 
 def _cancel_at_end(serving: asyncio.Task[None]) -> None:
