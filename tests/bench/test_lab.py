@@ -193,7 +193,7 @@ def test_a_link_that_dies_midway_is_one_line_and_leaves_nothing_on_either_host(t
         assert "of" in asking.stderr.readline()  # raw streams and states have come through
         net.unplug(SWITCH)
         _, err = asking.communicate(timeout=ENDS_WITHIN_S)
-        assert "lost" in far.until_says(net.near.address(SWITCH))
+        assert net.near.address(SWITCH) in far.until_says("lost")
         for _ in range(600):
             if not list(far.folder.iterdir()):
                 break

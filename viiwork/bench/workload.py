@@ -21,12 +21,13 @@ from viiwork.bench.net import CABLE, SWITCH, LabNet
 from viiwork.bench.paced import Pace
 from viiwork.bench.results import Phase
 from viiwork.errors import BenchError
+from viiwork.limits import WORKLOAD_SCALE, WORKLOAD_SPEED
+from viiwork.mesh.notices import one_line
 
 CONTEXT, SLOTS = 65_536, 4
 PREFILL_PER_S, DECODE_PER_S, SAVE_BYTES_PER_S = 1500.0, 45.0, 4e9
-# Time and size as they are run by default: what two cores and 24 GiB carry.
-SPEED, SCALE = 4.0, 64
 SAMPLE_S = 1.0
+NAME_SHOWN_CHARS = 64
 _SETTLE_S = 2.0  # after the last turn: its state is still on its way
 # The study's warm shares, by the number of the lab's setting.
 PUBLISHED_WARM = {SETTINGS[0].name: 0.938, SETTINGS[1].name: 0.968, SETTINGS[2].name: 0.962}
@@ -40,8 +41,8 @@ class Plan:
     minutes: float = 3.0  # of each run, by the wall
     runs: int = 1
     seed: int = 1
-    speed: float = SPEED
-    scale: int = SCALE
+    speed: float = WORKLOAD_SPEED
+    scale: int = WORKLOAD_SCALE
     model: Path | None = None  # None = simulated engines
     context: int = CONTEXT
     shape: Shape = field(default_factory=Shape)
@@ -106,6 +107,33 @@ async def run_at(views: Sequence[NodeView], model: str, plan: Plan, name: str, t
         ]
         phases.append(phase_of(name, None, [], plan, n_sessions, runs))
     return phases
+
+
+async def shared_model(views: Sequence[NodeView], wanted: str | None) -> tuple[str, list[str]]:
+    """The model both nodes serve, and the nodes' names. Raises `BenchError` when it is not clear which."""
+    found: list[set[str]] = []
+    names: list[str] = []
+    for view in views:
+        status = await view.status()
+        models = status.get("models")
+        node = status.get("node")
+        names.append(
+            str(node.get("name") if isinstance(node, dict) else node or view.name)[:NAME_SHOWN_CHARS]
+        )
+        listed = models if isinstance(models, list) else []
+        found.append({str(model["name"]) for model in listed if isinstance(model, dict) and "name" in model})
+    if names[0] == names[1]:
+        raise BenchError(f"both addresses lead to the node {names[0]}; --to takes the other host")
+    both = sorted(found[0] & found[1])
+    if wanted is not None and wanted not in both:
+        raise BenchError(f"--model: {one_line(wanted)} is not served by both nodes: {_listed(both)}")
+    if wanted is None and len(both) != 1:
+        raise BenchError(f"the nodes share {len(both)} models; say one with --model: {_listed(both)}")
+    return wanted or both[0], [one_line(name) for name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return one_line(", ".join(names[:8])) or "they share none"
 
 
 async def run_once(

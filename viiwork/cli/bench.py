@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from viiwork.cli import bench_options
 from viiwork.cli.control import secrets_of
 from viiwork.config.load import default_config_path
+from viiwork.errors import UsageError
 from viiwork.limits import (
     BENCH_PORT,
     BENCH_RUNS,
@@ -40,6 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         title="benchmarks", metavar="BENCHMARK", required=True, parser_class=type(parser)
     )
     _add_kvshare(kinds)
+    bench_options.add_compare(kinds)
 
 
 def _add_kvshare(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,14 +81,14 @@ def _add_kvshare(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--runs",
         type=_runs,
-        default=BENCH_RUNS,
         metavar="N",
-        help="rounds, each with every way to send (default: %(default)s)",
+        help=f"rounds, each with every way to send (default: {BENCH_RUNS}); of a workload, runs (default: 1)",
     )
     parser.add_argument(
         "--overlay", choices=("wireguard-go",), help="in the lab: a real tunnel where one is emulated"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them to FILE.png or FILE.svg")
     parser.add_argument(
         "--config",
         type=Path,
@@ -97,6 +100,7 @@ def _add_kvshare(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="NAME",
         help="the environment variable with the mesh's secret (default: mesh.secret_env of the config)",
     )
+    bench_options.add_workload(parser)
     parser.set_defaults(run=run)
 
 
@@ -105,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
     from viiwork.cli import bench_kvshare
 
     signal.signal(signal.SIGTERM, _on_term)
+    if args.workload:
+        return _workload(args)
+    args.runs = args.runs or BENCH_RUNS
     if args.lab:
         return bench_kvshare.lab(args)
     keys = secrets_of(args, os.environ)
@@ -114,6 +121,17 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(bench_kvshare.link(args, keys))
     except KeyboardInterrupt:
         return 0 if args.listen else 130
+
+
+def _workload(args: argparse.Namespace) -> int:
+    from viiwork.cli import bench_workload
+
+    if args.listen:
+        raise UsageError("--workload goes with --lab, or with --to HOST where a node runs on both hosts")
+    try:
+        return bench_workload.lab(args) if args.lab else asyncio.run(bench_workload.at_nodes(args))
+    except KeyboardInterrupt:
+        return 130
 
 
 def _on_term(_signal: int, _frame: object) -> NoReturn:

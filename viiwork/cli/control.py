@@ -86,6 +86,11 @@ def secrets_of(args: argparse.Namespace, env: Mapping[str, str] = os.environ) ->
     return tuple(secret for secret in found if secret is not None)
 
 
+def own_address_of(args: argparse.Namespace) -> tuple[str, int]:
+    """Where this machine's node listens, by the config that was named or its own."""
+    return _own_address(_config(args.config))
+
+
 class ControlClient:
     """Asks one node; every failure is a `ViiworkError` whose text is one line for the operator.
 
