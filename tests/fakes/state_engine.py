@@ -1,16 +1,19 @@
 """A stand-in for llama-server whose slots hold tokens, which it saves and restores; it computes nothing.
 
-A chat's prompt has a token for each word; reading a new one takes PREFILL_MS. A token's state is ROW_BYTES, random,
-so that it cannot be compressed. A save takes SAVE_S, and like the real engine's it stops every slot.
-What happens is written to the file SEEN, a line each: `begin TEXT`, `end TEXT`, `save`, `saved`, `restore N`.
+A chat's prompt has a token for each word; reading a new one takes PREFILL_MS. A token's state is ROW_BYTES
+that follow from the tokens up to it and cannot be packed. A save takes SAVE_S and stops every slot, as the
+real engine's does. What happens is written to the file SEEN, a line each: `begin TEXT`, `end TEXT`, `save`,
+`saved`, `restore N`.
 """
 
 import asyncio
 import json
 import os
+import random
 import struct
 import sys
 import zlib
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,12 @@ def save_file(tokens: list[int], slot: int) -> bytes:
     out.append(struct.pack("<I", N_SLOTS) + bytes(4 * slot) + struct.pack("<I", n))
     out += [struct.pack("<iIi", position, 1, slot) for position in range(n)]
     out.append(struct.pack("<4I", 0, N_LAYER, 0, 0))
-    out += [struct.pack("<iQ", 1, row) + os.urandom(n * row) for _ in range(2 * N_LAYER)]
+    seeds = list(
+        accumulate(tokens, lambda seed, token: zlib.crc32(struct.pack("<I", token), seed), initial=0)
+    )
+    for segment in range(2 * N_LAYER):
+        rows = [random.Random(seed << 8 | segment).randbytes(row) for seed in seeds[1:]]
+        out += [struct.pack("<iQ", 1, row), *rows]
     return b"".join([*out, bytes(4 * (N_SLOTS - 1 - slot))])
 
 
