@@ -102,8 +102,8 @@ def stages_of(stages: Stages | None = None, **more: float) -> dict[str, float]:
     """The stages a job went through, and those of control around it."""
     if stages is not None:
         known = msgspec.structs.asdict(stages).items()
-        more |= {key.removesuffix("_s"): float(value) for key, value in known if value and key != "total_s"}
-    return more
+        more |= {key.removesuffix("_s"): float(value) for key, value in known if key != "total_s"}
+    return {stage: value for stage, value in more.items() if value > 0}
 
 
 @dataclass(slots=True)
