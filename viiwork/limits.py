@@ -77,6 +77,7 @@ CHAIN_BLOCK_BYTES = KIB  # of a prompt without messages: 62 blocks back is more 
 # -- routing ---------------------------------------------------------------------------------------
 BAND_DEFAULT = 1.25  # hosts this close to the best TTFT are equals; 1.0 would herd all requests onto one
 EXPLORE_DEFAULT = 0.05  # one request in twenty finds out about a host nobody measured
+IMPORT_GUESS_SHARE = 0.25  # of reading: restoring at a node that does not tell; measured ones are at 0.05-0.2
 HOLD_MIN_MS = 20.0  # a shorter wait for a warm home is not worth a timer, let alone a round trip
 WAIT_MAX_MS = 600_000  # longest wait a forward may ask for; the executor's own queue_timeout is the real end
 CANDIDATES_MAX = 32  # hosts compared in one decision; about 150 B each in every receipt
@@ -343,6 +344,19 @@ KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels i
 KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
+KV_IMPORT_GUESS_S = 0.05  # of any import until some were measured: two exchanges with the engine and a file
+KV_IMPORT_GUESS_S_PER_BYTE = 2e-9  # the same for its bytes: written and read at 1 GB/s each
+KV_IMPORT_TYPICAL_TOKENS = 8192  # of a session; its import's cost is told to peers for each thousand of them
+KV_HELD_ASK_S = 0.5  # for an engine to tell what a slot holds; it answers in 1 ms unless a batch is running
+KV_PULL_GUESS_S = (
+    0.1  # of any pull beside its bytes: the question, the channel's handshake, two probes' worth
+)
+KV_PULL_MAX_S = 30.0  # longest wait for a state; whoever needs longer reads the prompt meanwhile
+KV_PULL_BODY_MAX_BYTES = 4 * KIB  # of the question: a model's name and three numbers
+KV_PULLS_AT_ONCE = 8  # for all peers; each is one save or one rendered file in an engine's folder
+KV_PULLS_PER_PEER = 2  # of them for one peer, so that one cannot keep this node's engines saving
+KV_WITHHELD_MAX = 4096  # sessions whose newest turn must not leave the node; 150 B each, 0.6 MiB
+KV_EVICTED_MAX = 1024  # sessions whose replica made room for another, remembered to say so; 150 B each
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB

@@ -218,6 +218,10 @@ class Dispatcher:
         self._saving[lease] = _Saving(ref, asyncio.Event())
         return lease
 
+    def is_at_rest(self, ref: SlotRef) -> bool:
+        """Does no request run in the slot? A save of kv_share may."""
+        return self.slots.is_free(ref) or any(saving.ref == ref for saving in self._saving.values())
+
     def is_wanted(self, ref: SlotRef, model: str) -> bool:
         """Does a request wait that could run in the slot, or for such a lease on it to end?"""
         waiting = self.queue.asks(model) if self.slots.is_routable(ref) else ()

@@ -178,10 +178,13 @@ class KvPaths:
             return [mesh_path(member.addr, "", self._own.all, ())]
         return peer.paths.ranked(time.monotonic())
 
-    def bytes_per_s(self, member: Member) -> float:
-        """What a transfer to the member is expected to get."""
-        peer, path = self._peers.get(member.name), self.ranked(member)[0]
-        return LINK_GUESS_BYTES_PER_S if peer is None else peer.paths.rate(path, time.monotonic())[0]
+    def bytes_per_s(self, member: Member | None) -> float:
+        """Bytes/s a transfer to or from the member is expected to get; a guess where nothing is known."""
+        peer = self._peers.get(member.name) if member is not None else None
+        if peer is None:
+            return LINK_GUESS_BYTES_PER_S
+        now = time.monotonic()
+        return peer.paths.rate(peer.paths.ranked(now)[0], now)[0]
 
     def _measured(self, member: Member, path: Path) -> float:
         peer = self._peers.get(member.name)

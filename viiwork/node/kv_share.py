@@ -19,15 +19,20 @@ from viiwork.engine.slots import SlotsClient
 from viiwork.engine.supervisor import BackendView
 from viiwork.errors import KvError
 from viiwork.kv.client import KvWorker
+from viiwork.mesh.direct import DirectClient
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_import import Importer, key_of
 from viiwork.node.kv_layouts import EngineLayouts
 from viiwork.node.kv_metrics import KvMetrics
 from viiwork.node.kv_paths import KvPaths, LinkHost
+from viiwork.node.kv_pull import Fetcher
+from viiwork.node.kv_pulled import PullServer
 from viiwork.node.kv_push import Pusher
 from viiwork.node.kv_receive import Receiver
+from viiwork.node.kv_restore import Restorer
 from viiwork.node.kv_save import EngineGates, Saver
 from viiwork.node.kv_send import Sender
 from viiwork.node.kv_stash import Stash
@@ -73,9 +78,6 @@ class KvShare:
         self._stash = Stash(
             peers.me, config, dispatcher, layouts, worker, saver, targets, manners, states, stats
         )
-        self._importer = Importer(
-            peers.me, dispatcher, self._replicas, layouts, worker, gates, stats, self._restored
-        )
         self.receiver = Receiver(
             peers.me,
             config,
@@ -86,6 +88,35 @@ class KvShare:
             self._layouts,
             worker,
             self._stats,
+        )
+        self._restorer = Restorer(peers.me, dispatcher, worker, gates, stats, self._restored)
+        self._held = HeldStates(dispatcher, layouts, states.unknown)
+        asks = DirectClient(peers.me, peers.client, secrets)
+        self._fetcher = Fetcher(
+            dispatcher, self._replicas, self.receiver.arrivals, self.paths, asks, peers.member
+        )
+        self._importer = Importer(
+            peers.me,
+            dispatcher,
+            self._replicas,
+            self._layouts,
+            worker,
+            self._restorer,
+            self._held,
+            self._fetcher,
+            self._stats,
+            config.min_tokens,
+        )
+        self.pulls = PullServer(
+            config,
+            peers,
+            origins,
+            dispatcher,
+            self._replicas,
+            layouts,
+            worker,
+            sender,
+            self._pusher,
         )
 
         self.metrics = KvMetrics(
@@ -108,6 +139,8 @@ class KvShare:
         await self.paths.stop()
         await self.receiver.stop()
         await self._importer.stop()
+        await self._held.stop()
+        await self._restorer.stop()
         await self._stash.stop()
         await self._layouts.stop()
         if self._active:
@@ -125,6 +158,7 @@ class KvShare:
     def backend_gone(self, backend: str, model: str) -> None:
         self._states.backend_unknown(backend)
         self._gates.forget(backend)
+        self._held.backend_gone(backend)
         self._manners.forget(backend)
         self._layouts.removed(backend, model)
 
@@ -152,12 +186,13 @@ class KvShare:
     def turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
         if not self._active:
             return
-        self._importer.turn_ended(grant, outcome)
+        self._importer.turn_ended(grant, outcome, binding)
         key = key_of(grant)
         is_shared = grant.ask.kv_share and self._dispatcher.book.is_lasting(grant.ask)
         self._note_slot(grant, outcome, binding, is_shared)
         if key is None:
             return
+        self.pulls.withhold(key, not grant.ask.kv_share)
         if not grant.ask.kv_share:
             self._pusher.withhold(key)
         elif binding is not None and is_shared:
@@ -206,6 +241,8 @@ class KvShare:
         if why_not := self._layouts.why_not():
             body["not_portable"] = why_not
         body["links"] = self.paths.status()
+        body["held"] = self._held.as_json()
+        body["pulls"] = self._fetcher.as_json() | self.pulls.as_json()
         body["pushing"] = self._pusher.pushing
         body["manners"] = self._manners.as_json(time.monotonic())
         return body | self._stats.as_json() | {"worker": asdict(self._worker.stats())}

@@ -112,7 +112,7 @@ class Stash:
         finally:
             await remove_file(saved.path)
         for name in done.dropped:
-            self._replicas.remove(name)
+            self._replicas.evicted(name)
         binding = saved.binding
         facts = done.replica, saved.key, done.n_tokens, done.total_bytes, binding.generation, self._me
         for old in self._replicas.put(Replica(*facts, binding.tip, binding.scope)):

@@ -23,6 +23,7 @@ from viiwork.api.kv import Kv
 from viiwork.api.metrics import Metrics
 from viiwork.api.park import Park
 from viiwork.api.probe import Probes
+from viiwork.api.pull import PullRoutes
 from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
@@ -294,6 +295,7 @@ class Node:
                 *MeshRoutes(self._hub).routes(),
                 *Metrics(collector).routes(),
                 *Probes(self._kv.paths).routes(),
+                *PullRoutes(self._kv.pulls).routes(),
                 *Kv(kv_listing).routes(),
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
