@@ -80,7 +80,7 @@ class Manners:
         return None if known is None or known.s_per_token is None else known.s_per_token * n_tokens
 
     def put_off(self, why: str) -> None:
-        """A save did not begin when it could have: `queue`, `budget` or `debounce`."""
+        """A save did not begin when it could have: `queue`, `gate`, `budget`, `debounce` or `rest`."""
         self._put_off[why] += 1
 
     # -- what it cost --------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ class Dispatcher:
 
     def is_wanted(self, ref: SlotRef, model: str) -> bool:
         """Does a request wait that could run in the slot, or for such a lease on it to end?"""
-        if self.slots.is_routable(ref) and self.queue.depth(model) > 0:
+        waiting = self.queue.asks(model) if self.slots.is_routable(ref) else ()
+        if any(ask.pin in (None, self._me) for ask in waiting):
             return True
         return any(saving.ref == ref and saving.n_waiting > 0 for saving in self._saving.values())
 

@@ -178,7 +178,7 @@ class KvPaths:
             return [mesh_path(member.addr, "", self._own.all, ())]
         return peer.paths.ranked(time.monotonic())
 
-    def rate(self, member: Member | None) -> float:
+    def bytes_per_s(self, member: Member | None) -> float:
         """Bytes/s a transfer to or from the member is expected to get; a guess where nothing is known."""
         peer = self._peers.get(member.name) if member is not None else None
         if peer is None:

@@ -150,4 +150,4 @@ class Fetcher:
         return max(found, key=lambda source: source[:2], default=None)
 
     def _wire_s(self, member: Member | None, n_bytes: int) -> float:
-        return max(n_bytes, 0) / self._paths.rate(member)
+        return max(n_bytes, 0) / self._paths.bytes_per_s(member)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from viiwork.config.model import KvShareSection
@@ -15,7 +17,7 @@ from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slot_states import SlotStates
 from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.jobs import SendDone
-from viiwork.limits import KV_PUSH_TRIES, KV_PUSHES_AT_ONCE, KV_PUT_OFF_S
+from viiwork.limits import KV_DEBOUNCE_S, KV_PUSH_TRIES, KV_PUSHES_AT_ONCE, KV_PUT_OFF_S
 from viiwork.mesh.values import Member
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
@@ -38,6 +40,7 @@ class _Push:
         self.why = why
         self.n_tries = n_tries  # of the same generation before this one
         self.not_before = not_before
+        self.turn_at = -math.inf  # when the session's newest turn ended
         self.to_targets = False  # it goes to the session's own order of peers
         self.urgent = asyncio.Event()
         self.binding: Binding | None = None  # what is being saved or sent; None = it has not begun
@@ -102,6 +105,7 @@ class Pusher:
         elif push.binding is not None:
             push.again = True
         push.to_targets = True
+        push.turn_at = time.monotonic()
 
     def withhold(self, key: SessionKey) -> None:
         """The session's newest turn must not leave this node: a push that has not saved yet would send it."""
@@ -116,6 +120,9 @@ class Pusher:
         """
         member = self._targets.member(node)
         binding, push = self._dispatcher.sessions.get(key), self._running.get(key)
+        state = self._states.get(binding.ref) if binding is not None and binding.ref is not None else None
+        if state is None or state.key != key or not state.shared:
+            raise KvError("not_here", "no slot holds a state of the session that may leave this node")
         if push is None or push.is_closed or push.binding not in (None, binding):
             to_targets = push is not None and push.again
             push = self._start(key, reason)  # an older state may go on its way; the peer takes the newer
@@ -213,12 +220,12 @@ class Pusher:
     async def _until_due(self, key: SessionKey, push: _Push) -> None:
         """Wait until a save of the session is polite; raises `KvError` when there is no use in one."""
         while True:
-            binding, _ = self._newest(key)
-            if not push.n_joined:
-                self._check_need(key, binding)
-            if (wait_s := self._wait_s(push, binding)) <= 0:
+            binding, layout = self._newest(key)
+            missing = () if push.n_joined else self._missing(key, binding)
+            waits_s = self._wait_s(push, binding), self._rest_s(push, layout, missing)
+            if max(waits_s) <= 0:
                 return
-            await push.pause(wait_s)
+            await push.pause(max(waits_s))
 
     async def _save(self, key: SessionKey, push: _Push) -> Saved | None:
         """The session's newest state; None when it has to be put off."""
@@ -240,13 +247,16 @@ class Pusher:
             push.put_off.add(why)
             self._manners.put_off(why)
 
-    def _check_need(self, key: SessionKey, binding: Binding) -> None:
+    def _missing(self, key: SessionKey, binding: Binding) -> list[Member]:
+        """Who is to be given the state; raises `KvError` when that is nobody."""
         in_order = self._targets.in_order(key, binding.n_tokens)
         if not in_order:
             raise KvError("no_peer", "no peer could use it")
         holders = self._targets.holders(key, binding.generation)
-        if all(member.name in holders for member in in_order[: self._config.replicas]):
+        missing = [member for member in in_order[: self._config.replicas] if member.name not in holders]
+        if not missing:
             raise KvError("current", "its peers hold it already")
+        return missing
 
     def _newest(self, key: SessionKey) -> tuple[Binding, EngineLayout]:
         binding = self._dispatcher.sessions.get(key)
@@ -274,6 +284,16 @@ class Pusher:
             self._put_off(push, why)
         return wait_s
 
+    def _rest_s(self, push: _Push, layout: EngineLayout, missing: Sequence[Member]) -> float:
+        """The same for a state with a recurrent part, which slow links carry only when the session rests."""
+        if push.urgent.is_set() or layout.shape.recurrent is None:
+            return 0.0
+        rest_s = push.turn_at + KV_DEBOUNCE_S - time.monotonic()
+        if rest_s <= 0 or not any(self._sender.is_slow(member) for member in missing):
+            return 0.0
+        self._put_off(push, "rest")
+        return rest_s
+
     # -- its peers -----------------------------------------------------------------------------------
     async def _send_all(self, push: _Push, saved: Saved) -> float | None:
         """To the peers of its own order and those that asked; the answer is when to try again, if ever."""
@@ -288,8 +308,10 @@ class Pusher:
             # Nobody reads the file any more then; only a push that is given up has transfers left.
             for task in push.sends.values():
                 task.cancel()
-            await asyncio.gather(*push.sends.values(), return_exceptions=True)
-            await remove_file(saved.path)
+            try:
+                await asyncio.gather(*push.sends.values(), return_exceptions=True)
+            finally:
+                await remove_file(saved.path)
 
     async def _send_to_targets(self, push: _Push, saved: Saved) -> float | None:
         key, generation = saved.key, saved.binding.generation

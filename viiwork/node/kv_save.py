@@ -25,7 +25,8 @@ from viiwork.wire.replica import Mark
 SETTLE_POLL_S = 0.02
 SPACE_ROOM = 1.1  # the file's other parts and its last block
 
-PUT_OFF = frozenset({"queue", "budget"})  # reason words: nothing was begun, and it is worth another try
+# Reason words: nothing was begun, and it is worth another try.
+PUT_OFF = frozenset({"queue", "gate", "budget"})
 
 
 class EngineGates:
@@ -82,14 +83,17 @@ class Saver:
     async def save(self, key: SessionKey, binding: Binding, layout: EngineLayout, *, urgent: bool) -> Saved:
         """Save the session's slot while nobody else may use it.
 
-        Raises `KvError`: one of `PUT_OFF` when requests wait or, unless it is urgent, the engine was stopped
-        enough of late; `slot_busy` when the session has moved on, and its next turn will see to it.
+        Raises `KvError`: one of `PUT_OFF` when requests wait, another save or a restore runs there or, unless
+        it is urgent, the engine was stopped enough of late; `slot_busy` when the session has moved on, and
+        its next turn will see to it.
         """
         ref = binding.ref
         if ref is None:
             raise KvError("not_here", "no slot holds the session")
         _check_space(layout, binding)
         wanted_at = time.monotonic()
+        if self._gates.is_closed(ref.backend):
+            raise KvError("gate", "another save or a restore runs")  # saves in line would hold up a restore
         async with self._gates.of(ref.backend):
             if self._dispatcher.is_wanted(ref, key[1]):
                 raise KvError("queue", "requests wait for a slot")

@@ -97,7 +97,9 @@ class NodeSessions:
         """Is another turn to be expected? Without a client's key one turn alone does not promise it."""
         if ask.session is None:
             return False
-        return ask.session_key is not None or self.conversations.turns_of(ask.session, ask.model) > 1
+        if ask.session_key is not None or self.conversations.turns_of(ask.session, ask.model) > 1:
+            return True
+        return bool(self.peers.of(ask.session, ask.model))  # its earlier turns ran elsewhere
 
     # -- who holds what ------------------------------------------------------------------------------
     def held(self, ask: Ask) -> dict[str, Held]:
