@@ -15,7 +15,7 @@ from viiwork.core.replicas import Replica, ReplicaTable
 from viiwork.core.sessions import Binding
 from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Ask, Grant, Outcome, Usage
-from viiwork.engine.slots import RestoreDone, SaveDone, SlotView
+from viiwork.engine.slots import Props, RestoreDone, SaveDone, SlotView
 from viiwork.engine.views import BackendView
 from viiwork.errors import KvError
 from viiwork.node.dispatch import Dispatcher
@@ -23,8 +23,16 @@ from viiwork.node.kv_import import Importer
 from viiwork.node.kv_layouts import EngineLayouts
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_verdicts import Verdict
+from viiwork.wire.state import CacheShape, Plane, StateShape
 
 KEY = ("s", "m")
+PLANES = (Plane(1, 128),)
+DENSE = StateShape(
+    state_version=4,
+    ext=False,
+    caches=(CacheShape(name="base", n_rot_k=0, n_rot_v=0, k=PLANES, v=PLANES),),
+)
 
 
 def view(folder: Path, **changes: Any) -> BackendView:
@@ -61,6 +69,9 @@ class Client:
         self.saved: list[int] = []
         self.never: asyncio.Event | None = None
 
+    async def props(self) -> Props:
+        return Props(len(self.held), "b1", "/m.gguf", False, 512)
+
     async def slots(self, timeout_s: float = 1.0) -> list[SlotView]:
         return [SlotView(i, 512, False, None, n, None, None) for i, n in enumerate(self.held)]
 
@@ -92,7 +103,7 @@ class Rendered:
 
 
 class Info:
-    shape = "a shape"
+    shape = DENSE
     n_stream = 2
     v_trans = False
 
@@ -128,11 +139,24 @@ def dispatcher(n_slots: int = 2) -> Dispatcher:
     return d
 
 
-def layouts_of(worker: Worker, client: Client, d: Dispatcher) -> EngineLayouts:
-    async def fingerprint(model: str) -> bytes:
+class Facts:
+    async def of(self, model: str) -> bytes:
         return b"f" * 32
 
-    return EngineLayouts(worker, fingerprint, lambda url, n: client, d, again_s=0.001)  # type: ignore[arg-type]
+    async def swa_rows(self, model: str) -> int | None:
+        return 0
+
+
+class Tested:
+    """Says of every engine that its states are portable."""
+
+    async def get(self, key: str) -> Verdict | None:
+        return Verdict(word="portable")
+
+
+def layouts_of(worker: Worker, client: Client, d: Dispatcher) -> EngineLayouts:
+    made: Any = (worker, Facts(), Tested(), lambda url, n: client, d)
+    return EngineLayouts(*made, again_s=0.001)
 
 
 async def until(true: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from viiwork.config.model import RoutingSection
@@ -100,6 +101,7 @@ class Dispatcher:
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
         self._tries = Tries()
         self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
+        self._wanted: Counter[SlotRef] = Counter()  # of those, which a session's next turn waits for
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
         self._left: dict[str, float] = {}  # peers that took their leave, and when
         self._before: dict[int, Binding] = {}  # lease -> where the session was when its turn began
@@ -207,6 +209,10 @@ class Dispatcher:
         lease = self.slots.lease(ref)
         self._saving[lease] = ref, asyncio.Event()
         return lease
+
+    def is_wanted(self, ref: SlotRef, model: str) -> bool:
+        """Does a request wait that could run in this slot of the model's?"""
+        return self._wanted[ref] > 0 or self.queue.depth(model) > 0
 
     def running(self) -> Iterator[Running]:
         """The requests in slots of this node."""
@@ -357,7 +363,11 @@ class Dispatcher:
         if saved is None:
             return 0.0
         since = self._clock()
-        await saved.wait()
+        self._wanted[binding.ref] += 1
+        try:
+            await saved.wait()
+        finally:
+            self._wanted[binding.ref] -= 1
         return self._clock() - since
 
     async def _wait(self, ask: Ask, decided: Decided) -> Grant:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from viiwork.config.model import KvShareSection
@@ -20,11 +21,12 @@ from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer, key_of
-from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_layouts import EngineLayouts, StateFacts
 from viiwork.node.kv_paths import KvPaths, LinkHost
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_receive import Receiver
 from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_verdicts import Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ class KvShare:
         secrets: tuple[bytes, ...],
         origins: MeshOrigins,
         dispatcher: Dispatcher,
-        fingerprint: Callable[[str], Awaitable[bytes]],
+        facts: StateFacts,
+        state_dir: Path,
         client_of: Callable[[str, int], SlotsClient],
         host: LinkHost,
     ) -> None:
@@ -52,7 +55,7 @@ class KvShare:
         self._off = ""  # why it is not active although enabled
         self._stats = KvStats()
         self._replicas = dispatcher.book.replicas
-        self._layouts = EngineLayouts(worker, fingerprint, client_of, dispatcher)
+        self._layouts = EngineLayouts(worker, facts, Verdicts(state_dir), client_of, dispatcher)
         gates = self._gates = EngineGates()
         self.paths = KvPaths(peers.me, config, peers.client, secrets, origins, host, self._partners)
         self._pusher = Pusher(
@@ -148,6 +151,7 @@ class KvShare:
         body["replicas"] = len(self._replicas)
         body["replica_bytes"] = self._replicas.n_bytes
         body["memory_bytes"] = int(self._config.memory)
+        body["models"] = self._layouts.status()
         if why_not := self._layouts.why_not():
             body["not_portable"] = why_not
         body["links"] = self.paths.status()

@@ -212,7 +212,8 @@ class Node:
             keys,
             origins,
             self._dispatcher,
-            fingerprints.of,
+            fingerprints,
+            folders.state,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
             LinkHost(link_addresses, listeners.hears),
         )
