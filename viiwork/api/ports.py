@@ -162,6 +162,14 @@ class Links(Protocol):
         ...
 
 
+class KvFacts(Protocol):
+    """The states this node holds."""
+
+    def listing(self) -> dict[str, Any]:
+        """Body of `/v1/kv`: bounded lists of sessions, replicas and links, and how many `more` there are."""
+        ...
+
+
 class Viewer(Protocol):
     """A client of the mesh stream."""
 

@@ -22,7 +22,7 @@ from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_push import EngineGates
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Importer:
             return
         found = warmth(usage.cached, usage.cached + usage.prefilled)
         cause = done.failed or ("diverged" if usage.cached else "no_reuse")
-        self._stats.moved(found, cause)
+        self._stats.moved(found, cause, usage.cached)
         log.info(
             "kv_share.move request=%s how=%s session=%s model=%s reused=%d of=%d%s",
             grant.ask.request_id,
@@ -143,40 +143,44 @@ class Importer:
             rendered = await self._worker.render(replica.name, layout.target(ref.slot), path)
             render_s = time.monotonic() - started
             async with self._gates.of(ref.backend):
+                queued_s = time.monotonic() - started - render_s
                 if self._dispatcher.sessions.replaces(ref):
                     # A restore overwrites what the slot holds; one token of another prompt saves it to RAM.
                     await layout.client.warm_up(ref.slot, KV_IMPORT_MAX_S)
                 done = await layout.client.restore(ref.slot, name, KV_IMPORT_MAX_S)
         finally:
             self._background.go(remove_file(path))  # the turn need not wait for it
+        self._stats.stalled(ref.backend, done.ms / 1000)
         if done.n_restored != rendered.n_tokens or done.n_read != rendered.total_bytes:
             raise KvError(
                 "restore_short",
                 f"the engine restored {done.n_restored} of {rendered.n_tokens} tokens, "
                 f"{done.n_read} of {rendered.total_bytes} bytes",
             )
-        self._stats.imports.done += 1
-        self._stats.imports.n_bytes += rendered.total_bytes
-        self._stats.transferred(
-            "import",
-            session=replica.key[0][:8],
-            model=replica.key[1],
-            peer=replica.source,
-            tokens=replica.n_tokens,
-            bytes=rendered.total_bytes,
-            render_s=round(render_s, 4),
-            restore_s=round(done.ms / 1000, 4),
-            seconds=round(time.monotonic() - started, 4),
+        self._stats.ended(
+            Transfer(
+                what="import",
+                session=replica.key[0],
+                model=replica.key[1],
+                peer=replica.source,
+                tokens=done.n_restored,
+                state_bytes=rendered.total_bytes,
+                took_s=time.monotonic() - started,
+                stages_s=stages_of(None, render=render_s, queued=queued_s, restore=done.ms / 1000),
+            )
         )
 
     def _failed(self, grant: Grant, replica: Replica, ref: SlotRef, reason: str, message: str) -> None:
-        self._stats.imports.failed[reason] += 1
-        self._stats.transferred("import", failed=reason, session=replica.key[0][:8], model=replica.key[1])
-        log.warning(
-            "kv_share.not_imported request=%s session=%s model=%s: %s",
-            grant.ask.request_id,
-            *_short(replica),
-            message,
+        self._stats.ended(
+            Transfer(
+                what="import",
+                session=replica.key[0],
+                model=replica.key[1],
+                reason=reason,
+                detail=message,
+                request=grant.ask.request_id,
+                peer=replica.source,
+            )
         )
         self._imports[grant.lease] = _Import(replica, failed=reason)
         # Whatever the slot held may be gone: a failed restore empties it.
@@ -191,11 +195,6 @@ class Importer:
     async def _drop(self, name: str) -> None:
         with suppress(KvError):  # a worker that is gone has dropped it
             await self._worker.drop(name)
-
-
-def _short(replica: Replica) -> tuple[str, str]:
-    session, model = replica.key
-    return session[:8], model
 
 
 def _reason_of(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_paths import KvPaths
 from viiwork.node.kv_route import send_over
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, encode_offer
 
@@ -146,15 +146,17 @@ class Pusher:
         path = layout.save_dir / name
         try:
             self._check_space(layout, binding)
-            if not await self._save(key, binding, binding.ref, layout, name):
+            stages_s = await self._save(key, binding, binding.ref, layout, name)
+            if stages_s is None:
                 return
             for member in members:
-                await self._send(key, binding, layout, str(path), member)
+                await self._send(key, binding, layout, str(path), member, stages_s)
+                stages_s = {}  # of the first one alone, so that sums count a save once
         except (ViiworkError, OSError) as error:
             reason = error.reason if isinstance(error, KvError) else getattr(error, "code", "io_error")
-            self._stats.sent.failed[reason] += 1
-            self._stats.transferred("send", failed=reason, session=key[0][:8], model=key[1])
-            log.info("kv_share.not_sent session=%s model=%s: %s", key[0][:8], key[1], error)
+            self._stats.ended(
+                Transfer(what="send", session=key[0], model=key[1], reason=reason, detail=str(error))
+            )
         finally:
             await remove_file(path)
 
@@ -186,24 +188,30 @@ class Pusher:
 
     async def _save(
         self, key: SessionKey, binding: Binding, ref: SlotRef, layout: EngineLayout, name: str
-    ) -> bool:
-        """Save the slot while nobody else may use it; False when the session has moved on."""
+    ) -> dict[str, float] | None:
+        """Save the slot while nobody else may use it, and how long that took by stage.
+
+        None when the session has moved on.
+        """
+        wanted_at = time.monotonic()
         async with self._gates.of(ref.backend):
             lease = self._dispatcher.take_idle_slot(ref)
             if lease is None or self._dispatcher.sessions.get(key) != binding:
                 if lease is not None:
                     self._dispatcher.give_back(lease)
                 self._stats.sent.skipped["slot_busy"] += 1
-                return False  # the turn that runs there now will push when it ends
+                return None  # the turn that runs there now will push when it ends
             try:
                 await self._until_settled(layout, ref)
+                queued_s = time.monotonic() - wanted_at
                 done = await layout.client.save(ref.slot, name, KV_SAVE_S)
             finally:
                 self._dispatcher.give_back(lease)
+        self._stats.stalled(ref.backend, done.ms / 1000)
         size = (layout.save_dir / name).stat().st_size
         if size != done.n_written:
             raise KvError("bad_file", f"the engine wrote {size} of {done.n_written} bytes")
-        return True
+        return {"queued": queued_s, "save": done.ms / 1000}
 
     async def _until_settled(self, layout: EngineLayout, ref: SlotRef) -> None:
         """The engine frees a slot a moment after its last byte; a save before that would be put off."""
@@ -217,7 +225,13 @@ class Pusher:
             await asyncio.sleep(SETTLE_POLL_S)
 
     async def _send(
-        self, key: SessionKey, binding: Binding, layout: EngineLayout, path: str, member: Member
+        self,
+        key: SessionKey,
+        binding: Binding,
+        layout: EngineLayout,
+        path: str,
+        member: Member,
+        stages_s: dict[str, float],
     ) -> None:
         session, model = key
         started = time.monotonic()
@@ -248,29 +262,22 @@ class Pusher:
         )
         sent = await send_over(self._paths, self._worker, member, encode_offer(offer), job)
         done = sent.done
-        took_s = time.monotonic() - started
-        self._stats.sent.done += 1
-        self._stats.sent.n_bytes += done.total_bytes
-        self._stats.transferred(
-            "send",
-            session=session[:8],
-            model=model,
-            peer=member.name,
-            tokens=done.info.n_tokens,
-            bytes=done.total_bytes,
-            seconds=round(took_s, 4),
-            encrypted=sent.encrypted,
-            path=sent.path.addr,
-        )
-        log.info(
-            "kv_share.sent session=%s model=%s peer=%s tokens=%d bytes=%d seconds=%.3f path=%s",
-            session[:8],
-            model,
-            member.name,
-            done.info.n_tokens,
-            done.total_bytes,
-            took_s,
-            sent.path.addr,
+        self._stats.ended(
+            Transfer(
+                what="send",
+                session=session,
+                model=model,
+                peer=member.name,
+                path=sent.path.addr,
+                encrypted=sent.encrypted,
+                tokens=done.info.n_tokens,
+                kept=done.kept,
+                state_bytes=done.total_bytes,
+                raw_bytes=done.raw_bytes,
+                wire_bytes=done.wire_bytes,
+                took_s=time.monotonic() - started,
+                stages_s=stages_s | stages_of(done.stages),
+            )
         )
 
 

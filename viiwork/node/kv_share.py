@@ -22,6 +22,7 @@ from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer, key_of
 from viiwork.node.kv_layouts import EngineLayouts, StateFacts
+from viiwork.node.kv_metrics import KvMetrics
 from viiwork.node.kv_paths import KvPaths, LinkHost
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_receive import Receiver
@@ -75,6 +76,10 @@ class KvShare:
             worker,
             self._stats,
         )
+
+        self.metrics = KvMetrics(
+            self._stats, self._replicas, worker, self.paths, lambda: self._active
+        ).families
 
     async def start(self) -> None:
         """Start the worker; a node that cannot run one serves all the same, without sharing."""

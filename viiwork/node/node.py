@@ -17,6 +17,7 @@ import aiohttp
 
 from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
+from viiwork.api.kv import Kv
 from viiwork.api.metrics import Metrics
 from viiwork.api.park import Park
 from viiwork.api.probe import Probes
@@ -48,12 +49,13 @@ from viiwork.node.dispatch import Dispatcher, policy_of
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
+from viiwork.node.kv_listing import KvListing
 from viiwork.node.kv_paths import LinkHost
 from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
 from viiwork.node.listeners import Listeners
 from viiwork.node.mesh import NodeMesh
-from viiwork.node.metrics import NodeCollector, RequestCounts
+from viiwork.node.metrics import Block, NodeCollector, RequestCounts
 from viiwork.node.park import Parking
 from viiwork.node.paths import Folders, open_folders
 from viiwork.node.perf import PerfFile
@@ -263,8 +265,18 @@ class Node:
             backends=self._supervisor.views,
             members=self._mesh.others,
             peers=self._dispatcher.peers.reports,
-            blocks={"dispatch": self._facts.requests}
-            | {name: sections[name] for name in ("sessions", "kv_share")},
+            blocks={
+                "dispatch": Block(self._facts.requests, frozenset({"leases", "forwards", "sessions"})),
+                "sessions": Block(sections["sessions"], frozenset({"open", "hit_rate"})),
+            },
+            more=[self._kv.metrics],
+        )
+        kv_listing = KvListing(
+            self.name,
+            self._dispatcher.sessions,
+            self._dispatcher.book.replicas,
+            self._kv.paths.status,
+            wall_ms=wall_ms,
         )
         self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
@@ -280,6 +292,7 @@ class Node:
                 *MeshRoutes(self._hub).routes(),
                 *Metrics(collector).routes(),
                 *Probes(self._kv.paths).routes(),
+                *Kv(kv_listing).routes(),
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
             external=self._supervisor.external,
