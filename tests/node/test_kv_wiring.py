@@ -21,6 +21,7 @@ from viiwork.errors import KvError
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_import import Importer
 from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_stats import KvStats
 from viiwork.node.kv_verdicts import Verdict
@@ -121,7 +122,7 @@ class Worker:
         self._fault()
         return Info()
 
-    async def render(self, *args: Any) -> None:
+    async def render(self, *args: Any, **options: Any) -> None:
         self._fault()
 
     async def drop(self, name: str) -> bool:
@@ -248,7 +249,7 @@ async def test_a_replica_that_could_not_be_imported_is_dropped(tmp_path: Path, r
     await until(lambda: layouts.get("m/0"))
     known = layouts.get("m/0")
     assert known is not None
-    importer = Importer("a", d, replicas, layouts, worker, EngineGates(), KvStats())  # type: ignore[arg-type]
+    importer = Importer("a", d, replicas, layouts, worker, EngineGates(), KvStats(), Prompts(worker))  # type: ignore[arg-type]
     replicas.put(Replica("r", KEY, 100, 1000, 10**15, "b"))
     worker.faults = [reason]
     grant = await d.acquire(Ask("1", "m", session="s"))
@@ -298,7 +299,7 @@ async def test_a_restore_first_lets_the_engine_save_what_the_slot_holds(
 ):
     d, worker, client, replicas = dispatcher(n_slots=1), Worker(), Importing(), ReplicaTable(10)
 
-    async def render(*args: Any) -> Rendered:
+    async def render(*args: Any, **options: Any) -> Rendered:
         return Rendered()
 
     worker.render = render  # type: ignore[method-assign, assignment]
@@ -306,7 +307,7 @@ async def test_a_restore_first_lets_the_engine_save_what_the_slot_holds(
     layouts = layouts_of(worker, client, d)
     layouts.changed(view(tmp_path))
     await until(lambda: layouts.get("m/0"))
-    importer = Importer("a", d, replicas, layouts, worker, EngineGates(), KvStats())  # type: ignore[arg-type]
+    importer = Importer("a", d, replicas, layouts, worker, EngineGates(), KvStats(), Prompts(worker))  # type: ignore[arg-type]
     other = await d.acquire(Ask("1", "m", session="other"))
     d.finish(other, Outcome("done", 200, usage=Usage(0, 500, 1)))
     replicas.put(Replica("r", KEY, 100, 1000, 10**15, "b"))

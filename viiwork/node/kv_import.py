@@ -21,6 +21,7 @@ from viiwork.limits import KV_IMPORT_MAX_S, KV_IMPORT_MIN_S, KV_NO_REUSE_MAX
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
+from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_push import EngineGates
 from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 
@@ -47,7 +48,9 @@ class Importer:
         worker: KvWorker,
         gates: EngineGates,
         stats: KvStats,
+        prompts: Prompts,
     ) -> None:
+        self._prompts = prompts
         self._me = me
         self._dispatcher = dispatcher
         self._replicas = replicas
@@ -80,7 +83,7 @@ class Importer:
             if layout is None:
                 raise KvError("not_portable", f"the state of {ask.model} is not portable here")
             async with asyncio.timeout(self._worth_s(replica)):
-                await self._restore(replica, layout, ref)
+                await self._restore(grant, replica, layout, ref)
         except (ViiworkError, OSError, TimeoutError) as error:
             reason = error.reason if isinstance(error, KvError) else _reason_of(error)
             self._failed(grant, replica, ref, reason, str(error) or reason)
@@ -135,12 +138,17 @@ class Importer:
         cold_s = rate * replica.n_tokens if rate is not None else KV_IMPORT_MAX_S
         return min(max(cold_s, KV_IMPORT_MIN_S), KV_IMPORT_MAX_S)
 
-    async def _restore(self, replica: Replica, layout: EngineLayout, ref: SlotRef) -> None:
+    async def _restore(self, grant: Grant, replica: Replica, layout: EngineLayout, ref: SlotRef) -> None:
         started = time.monotonic()
+        useful = await self._prompts.common_tokens(grant.ask, layout, replica)
+        if useful == 0:
+            raise KvError("diverged", "the prompt has nothing in common with the state")
         name = f"in-{uuid.uuid4().hex}"
         path = layout.save_dir / name
         try:
-            rendered = await self._worker.render(replica.name, layout.target(ref.slot), path)
+            rendered = await self._worker.render(
+                replica.name, layout.target(ref.slot), path, at_most=useful or 0
+            )
             render_s = time.monotonic() - started
             async with self._gates.of(ref.backend):
                 queued_s = time.monotonic() - started - render_s

@@ -24,6 +24,7 @@ from viiwork.node.kv_import import Importer, key_of
 from viiwork.node.kv_layouts import EngineLayouts, StateFacts
 from viiwork.node.kv_metrics import KvMetrics
 from viiwork.node.kv_paths import KvPaths, LinkHost
+from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
 from viiwork.node.kv_receive import Receiver
 from viiwork.node.kv_stats import KvStats
@@ -58,12 +59,13 @@ class KvShare:
         self._replicas = dispatcher.book.replicas
         self._layouts = EngineLayouts(worker, facts, Verdicts(state_dir), client_of, dispatcher)
         gates = self._gates = EngineGates()
+        self.prompts = Prompts(worker)
         self.paths = KvPaths(peers.me, config, peers.client, secrets, origins, host, self._partners)
         self._pusher = Pusher(
             config, peers, dispatcher, self._layouts, worker, gates, self._stats, self.paths
         )
         self._importer = Importer(
-            peers.me, dispatcher, self._replicas, self._layouts, worker, gates, self._stats
+            peers.me, dispatcher, self._replicas, self._layouts, worker, gates, self._stats, self.prompts
         )
         self.receiver = Receiver(
             peers.me,

@@ -296,6 +296,7 @@ class Node:
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
             external=self._supervisor.external,
+            prompts=self._kv.prompts,
             allows_origin=self._pages.allows,
         )
         self._backends = Backends(
