@@ -77,6 +77,7 @@ CHAIN_BLOCK_BYTES = KIB  # of a prompt without messages: 62 blocks back is more 
 # -- routing ---------------------------------------------------------------------------------------
 BAND_DEFAULT = 1.25  # hosts this close to the best TTFT are equals; 1.0 would herd all requests onto one
 EXPLORE_DEFAULT = 0.05  # one request in twenty finds out about a host nobody measured
+IMPORT_GUESS_SHARE = 0.25  # of reading: restoring at a node that does not tell; measured ones are at 0.05-0.2
 HOLD_MIN_MS = 20.0  # a shorter wait for a warm home is not worth a timer, let alone a round trip
 WAIT_MAX_MS = 600_000  # longest wait a forward may ask for; the executor's own queue_timeout is the real end
 CANDIDATES_MAX = 32  # hosts compared in one decision; about 150 B each in every receipt
@@ -322,6 +323,21 @@ KV_PEERS_COUNTED = 128  # peers with sums of their own, the others are one; abou
 KV_LISTED_MAX = 256  # of each list in /v1/kv, the newest; about 200 B each
 KV_PUSHES_AT_ONCE = 4  # states on their way out; each has one save-file in the engine's folder
 KV_RECEIVES_AT_ONCE = 8  # states on their way in; each takes one thread pair and its buffers in the worker
+KV_STALL_SHARE_MIN = 0.001  # less would pay for one save of a large state in an hour
+KV_STALL_WINDOW_S = (
+    60.0  # an engine that rested may be stopped for this window's share of stalls at once: 3 s
+)
+KV_DEBOUNCE_S = 2.0  # between two saves of a slot, for quick turns follow each other within it
+KV_DEBOUNCE_TOKENS = 256  # new rows that are not waited with: reading them anew takes a second or more
+KV_RECURRENT_AT_ONCE_BYTES_PER_S = 250e6  # 2 Gb/s: 150 MiB in 0.6 s; on slower links when at rest
+KV_PUT_OFF_S = 0.1  # until the next look whether requests still wait where a save is to begin
+KV_PUSH_TRIES = 5  # of one generation while every peer fails; by their back-off that is about half a minute
+KV_PEER_BACKOFF_S = 1.0  # a peer that a state could not be brought to rests, twice as long each time
+KV_PEER_BACKOFF_MAX_S = 60.0  # and at most so long: one offer a minute to a peer that is broken
+KV_FULL_LONG_S = 30.0  # a peer seen without a free slot for so long is hardly the next host
+KV_PREFILL_GUESS_MS_PER_1K = 500.0  # where none was measured: 2,000 tokens/s, so that little seems lost
+KV_STASH_GAIN = 4  # a state is kept before its slot is taken when reading it anew costs so many saves of it
+KV_SAVE_GUESS_S_PER_GB = 0.7  # where no save was measured; an engine writes 1.5 GB/s to memory
 KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
 KV_PROBE_AGAIN_S = 1.0  # until the next try while its slots are busy or the worker is down: one GET /slots
 KV_TEST_TOKENS = 48  # of the self-test's prompt: engines make a checkpoint in it, CPUs read it in seconds
@@ -334,6 +350,19 @@ KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels i
 KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
+KV_IMPORT_GUESS_S = 0.05  # of any import until some were measured: two exchanges with the engine and a file
+KV_IMPORT_GUESS_S_PER_BYTE = 2e-9  # the same for its bytes: written and read at 1 GB/s each
+KV_IMPORT_TYPICAL_TOKENS = 8192  # of a session; its import's cost is told to peers for each thousand of them
+KV_HELD_ASK_S = 0.5  # for an engine to tell what a slot holds; it answers in 1 ms unless a batch is running
+KV_PULL_GUESS_S = (
+    0.1  # of any pull beside its bytes: the question, the channel's handshake, two probes' worth
+)
+KV_PULL_MAX_S = 30.0  # longest wait for a state; whoever needs longer reads the prompt meanwhile
+KV_PULL_BODY_MAX_BYTES = 4 * KIB  # of the question: a model's name and three numbers
+KV_PULLS_AT_ONCE = 8  # for all peers; each is one save or one rendered file in an engine's folder
+KV_PULLS_PER_PEER = 2  # of them for one peer, so that one cannot keep this node's engines saving
+KV_WITHHELD_MAX = 4096  # sessions whose newest turn must not leave the node; 150 B each, 0.6 MiB
+KV_EVICTED_MAX = 1024  # sessions whose replica made room for another, remembered to say so; 150 B each
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429
 RETRIED_REQUESTS_MAX = 4096  # requests whose queue time is remembered for their next try; 100 B each, 0.4 MiB

@@ -15,6 +15,7 @@ from viiwork.node.fingerprints import StateFingerprints, changing_args, micro_ba
     [
         ((), []),
         (("--threads", "4", "-ngl", "99", "--no-mmap"), []),
+        (("--kv-unified", "--no-cache-idle-slots"), []),
         (("--threads=4", "--rope-scale", "2"), ["--rope-scale", "2"]),
         (("--lora", "/a.gguf", "--mlock"), ["--lora", "/a.gguf"]),
         (("--new-flag-of-2030",), ["--new-flag-of-2030"]),

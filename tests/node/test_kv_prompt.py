@@ -13,12 +13,15 @@ import pytest
 
 from tests.fakes.real_engine import Build, Engine, real_engine
 from viiwork.core.replicas import Replica
-from viiwork.core.turn import Ask
+from viiwork.core.turn import Ask, Outcome, Usage
 from viiwork.engine.slots import SlotsClient
 from viiwork.errors import EngineError, KvError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import StateFile
 from viiwork.node.kv_prompt import CHAT, COMPLETION, Prompts, packed
+
+from .importing import KEY, Bench
+from .importing import ask as asking
 
 TEXT = "The river town kept a ledger of every flood. "
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -177,6 +180,40 @@ async def test_a_dense_state_needs_no_tokens_and_the_tokens_of_a_request_are_mad
     assert tokenizer.n_asked == 1
     layout.cuts_anywhere = True
     assert await prompts.common_tokens(ask(body), hybrid, replica("r")) is None
+
+
+async def test_a_state_is_rendered_as_far_as_the_prompt_shares_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1000, 2, 10)
+    bench.prompts.shared = 900
+    grant = await bench.d.acquire(asking(1))
+    assert bench.worker.useful == 900 and bench.engine.asked == ["restore 0"]
+    bench.d.finish(grant, Outcome("done", 200, usage=Usage(900, 100, 1)))
+
+
+async def test_a_state_the_prompt_shares_nothing_with_is_not_restored(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1000, 2, 10)
+    bench.prompts.shared = 0
+    grant = await bench.d.acquire(asking(1))
+    assert bench.worker.useful is None and bench.engine.asked == []
+    bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 1000, 1)))
+
+
+async def test_a_slot_stays_as_it_is_where_nothing_that_was_kept_is_of_the_prompt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    grant = await bench.d.acquire(asking(1, 1))
+    bench.engine.ran(0, 500)
+    bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 500, 1)))
+    replica = bench.put(1000, 2, 10**15)
+    bench.prompts.shared, bench.worker.faults = 900, ["not_held"]
+    grant = await bench.d.acquire(asking(2))
+    held = bench.d.sessions.get(KEY)
+    assert held is not None and held.n_tokens == 500 and held.ref is not None
+    assert bench.engine.asked == [] and bench.replicas.get(KEY) is None
+    await bench.importer.stop()
+    assert bench.worker.dropped in ([], [replica.name])
+    bench.d.finish(grant, Outcome("done", 200, usage=Usage(500, 500, 1)))
 
 
 async def test_a_request_that_is_over_or_another_of_its_name_is_not_known() -> None:

@@ -172,6 +172,14 @@ class Links(Protocol):
         ...
 
 
+class Pulls(Protocol):
+    """Sends sessions' states to peers that ask for them."""
+
+    async def pulled(self, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str) -> bytes:
+        """The answer when the state has arrived there; raises Unauthorized, Forbidden, RequestError."""
+        ...
+
+
 class KvFacts(Protocol):
     """The states this node holds."""
 

@@ -17,9 +17,10 @@ from viiwork.limits import KV_CLOCK_SKEW_MS, KV_RECEIVES_AT_ONCE
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_arrivals import Arrivals
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_paths import must_encrypt
-from viiwork.node.kv_push import session_digest
+from viiwork.node.kv_send import session_digest
 from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import ENCRYPT_HEADER, StateOffer, decode_offer
@@ -59,6 +60,7 @@ class Receiver:
         self._layouts = layouts
         self._worker = worker
         self._stats = stats
+        self.arrivals = Arrivals(replicas)
         self._background = Background()
 
     def check(
@@ -106,6 +108,12 @@ class Receiver:
         return max(held, replica.generation if replica is not None else 0) >= offer.generation
 
     async def _receive(self, admitted: Admitted, sock: socket.socket) -> None:
+        offer = admitted.offer
+        key = (offer.session, offer.model)
+        with self.arrivals.arriving(key, offer.generation, offer.n_tokens, admitted.peer, offer.tip):
+            await self._receive_now(admitted, sock)
+
+    async def _receive_now(self, admitted: Admitted, sock: socket.socket) -> None:
         offer, layout = admitted.offer, admitted.layout
         terms = ModelTerms(model_fp=layout.model_fp, shape=layout.shape, max_tokens=layout.view.ctx)
         grant = ReceiveGrant(
@@ -135,7 +143,7 @@ class Receiver:
             )
             return
         for name in done.dropped:
-            self._replicas.remove(name)
+            self._replicas.evicted(name)
         replica = Replica(
             done.replica,
             (offer.session, offer.model),

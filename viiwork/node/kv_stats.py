@@ -40,6 +40,8 @@ class Transfer:
     reason: str = ""  # word for why it failed, "" = it did not
     detail: str = ""  # the same for people
     request: str = ""  # id of the turn that waited for it
+    why: str = ""  # what a state was sent for: `turn`, `handover`, or the word of who asked for it
+    generation: int = 0
     peer: str = ""
     path: str = ""  # address the bytes went to or came from
     encrypted: bool | None = None  # None = this side does not know
@@ -61,6 +63,8 @@ class Transfer:
         }
         known = {
             "reason": self.reason,
+            "why": self.why,
+            "generation": self.generation or None,
             "peer": self.peer,
             "path": self.path,
             "encrypted": self.encrypted,

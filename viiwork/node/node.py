@@ -9,9 +9,11 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -21,6 +23,7 @@ from viiwork.api.kv import Kv
 from viiwork.api.metrics import Metrics
 from viiwork.api.park import Park
 from viiwork.api.probe import Probes
+from viiwork.api.pull import PullRoutes
 from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
@@ -38,7 +41,7 @@ from viiwork.limits import (
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.tailscale import tailnet_suffix
-from viiwork.mesh.values import host_port
+from viiwork.mesh.values import MemberEvent, host_port
 from viiwork.node.activity import NodeActivity
 from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
@@ -51,8 +54,8 @@ from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
 from viiwork.node.kv_listing import KvListing
 from viiwork.node.kv_paths import LinkHost
-from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
+from viiwork.node.kv_targets import KvPeers
 from viiwork.node.listeners import Listeners
 from viiwork.node.mesh import NodeMesh
 from viiwork.node.metrics import Block, NodeCollector, RequestCounts
@@ -168,6 +171,7 @@ class Node:
             on_change=lambda view: self._backends.changed(view),
             occupied=lambda backend: self._kv.occupies(backend),
             on_gone=lambda backend, model: self._backends.gone(backend, model),
+            before_end=lambda backend: self._kv.hand_over(backend),
             api_keys=self._loaded.api_keys,
         )
         for model in config.models:
@@ -191,13 +195,13 @@ class Node:
             self._on_fatal,
             aliases,
             listeners.at_mesh,
-            self._activity.member_changed,
+            self._member_changed,
         )
         origins = MeshOrigins(
             self.name,
             keys,
             self._peer_client,
-            self._mesh.member,
+            self._mesh.known,
             is_at=lambda name, ip: self._kv.paths.is_at(name, ip),
         )
         fingerprints = StateFingerprints(config.models)
@@ -292,6 +296,7 @@ class Node:
                 *MeshRoutes(self._hub).routes(),
                 *Metrics(collector).routes(),
                 *Probes(self._kv.paths).routes(),
+                *PullRoutes(self._kv.pulls).routes(),
                 *Kv(kv_listing).routes(),
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
@@ -335,6 +340,11 @@ class Node:
         self._backends.turn_ended(grant, outcome)
         self._kv.turn_ended(grant, outcome, binding)
 
+    def _member_changed(self, event: MemberEvent) -> None:
+        self._activity.member_changed(event)
+        if event.kind in ("dead", "left"):
+            self._kv.peer_gone(event.member.name)
+
     def _worker_lost(self) -> None:
         self._kv.worker_restarted()
 
@@ -371,16 +381,23 @@ class Node:
         self._stopping.set()
 
     async def _drain(self) -> None:
-        """Take no more requests, and let those under way end."""
+        """Take no more requests, let those under way end, and hand the sessions over."""
         self._dispatcher.drain()  # the API goes on listening, so that newcomers are told instead of cut off
-        idle, hurry = (
-            asyncio.ensure_future(self._dispatcher.idle()),
-            asyncio.ensure_future(self._hurry.wait()),
-        )
-        grace_s = self._config.health.respawn_grace
-        await asyncio.wait((idle, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
+        until = time.monotonic() + self._config.health.respawn_grace
+        at_rest = asyncio.create_task(self._kv.hand_over())  # sessions that need not wait for what runs
+        await self._within(until, self._dispatcher.idle())
+        await self._within(until, self._kv.hand_over())
+        await _cancel(at_rest)
+
+    async def _within(self, until: float, work: Coroutine[Any, Any, None]) -> None:
+        """Await it for no longer than this, and not beyond a second signal."""
+        ends, hurry = asyncio.create_task(work), asyncio.create_task(self._hurry.wait())
+        left_s = max(until - time.monotonic(), 0.0)
+        await asyncio.wait((ends, hurry), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
+        if ends.done():
+            ends.result()
+        await _cancel(ends)
 
     async def _stop_engines(self) -> None:
         """A second signal, also one that comes meanwhile, ends their grace."""

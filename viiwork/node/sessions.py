@@ -97,7 +97,9 @@ class NodeSessions:
         """Is another turn to be expected? Without a client's key one turn alone does not promise it."""
         if ask.session is None:
             return False
-        return ask.session_key is not None or self.conversations.turns_of(ask.session, ask.model) > 1
+        if ask.session_key is not None or self.conversations.turns_of(ask.session, ask.model) > 1:
+            return True
+        return bool(self.peers.of(ask.session, ask.model))  # its earlier turns ran elsewhere
 
     # -- who holds what ------------------------------------------------------------------------------
     def held(self, ask: Ask) -> dict[str, Held]:
@@ -112,6 +114,18 @@ class NodeSessions:
         own = self._held_here(ask)
         if own is not None:
             found[self._me] = own
+        return found
+
+    def at_peers(self, key: SessionKey) -> dict[str, Holding]:
+        """What peers hold of a session, by node; a turn one of them has just run for us counts as newest."""
+        found = dict(self.peers.of(*key))
+        for node, unreported in self._unreported.items():
+            turn = unreported.get(key)
+            if turn is not None:
+                newest = max((holding.generation for holding in found.values()), default=0)
+                here = self.table.get(key)
+                newest = max(newest, here.generation if here is not None else 0)
+                found[node] = Holding(*key, turn.tip, "", turn.n_tokens, "slot", newest + 1)
         return found
 
     def reported(self, node: str, holdings: tuple[Holding, ...], requested_at: float) -> None:

@@ -1,0 +1,173 @@
+"""What travels between two real nodes with the real engine, and that it is there when a node goes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from .nodes import NodeProcess, model_entry
+from .test_two_nodes import Pair, chat, opening, reused_share, said, text_of, until_pushed
+
+pytestmark = pytest.mark.engine
+
+ROOM_BYTES = 64 * 1024
+
+
+async def pushed(http: aiohttp.ClientSession, node: NodeProcess) -> dict[str, Any]:
+    """The newest transfer, once nothing is on its way any more."""
+    await until_pushed(http, node)
+    newest = (await node.status(http))["kv_share"]["last"]
+    last: dict[str, Any] = [t for t in newest if t["what"] == "send" and t["result"] == "done"][-1]
+    return last
+
+
+def rest(messages: list[dict[str, str]], answer: dict[str, Any], question: str) -> list[dict[str, str]]:
+    return [*messages, said(answer), {"role": "user", "content": question}]
+
+
+async def test_a_turn_costs_the_bytes_of_its_own_tokens_on_the_wire(pair: Pair, http: aiohttp.ClientSession):
+    a, _ = pair
+    messages, session = opening(300), uuid.uuid4().hex
+    answer = await chat(http, a, messages, session)
+    first = await pushed(http, a)
+    assert first["kept"] == 0
+    per_token = first["state_bytes"] / first["tokens"]
+    before = first
+    for question in ("And the fourth?", " ".join(m["content"] for m in opening(120)), "Go on."):
+        messages = rest(messages, answer, question)
+        answer = await chat(http, a, messages, session)
+        sent = await pushed(http, a)
+        n_new = sent["tokens"] - before["tokens"]
+        assert n_new > 0 and sent["generation"] > before["generation"]
+        # The chat template may read the end of the last answer anew.
+        assert before["tokens"] - 4 <= sent["kept"] <= before["tokens"]
+        assert sent["wire_bytes"] <= 1.03 * (sent["tokens"] - sent["kept"]) * per_token + ROOM_BYTES
+        assert sent["wire_bytes"] <= 1.03 * n_new * per_token + 4 * per_token + ROOM_BYTES
+        before = sent
+
+
+async def test_a_session_that_was_edited_forked_and_cut_is_sent_cheaply_and_continues_right(
+    pair: Pair, http: aiohttp.ClientSession
+):
+    a, b = pair
+    trunk, session = opening(200), uuid.uuid4().hex
+    first = await chat(http, a, trunk, session)
+    left, right = rest(trunk, first, "And the first?"), rest(trunk, first, "Name another one, please.")
+    await chat(http, a, left, session)
+    await pushed(http, a)
+    other = await chat(http, a, right, session)  # the other branch of the same turn
+    forked = await pushed(http, a)
+    assert forked["kept"] >= 200
+    right = rest(right, other, "Why?")
+    at_home = await chat(http, a, right, session, headers={"X-Viiwork-Kv-Share": "off"})
+    moved = await chat(http, b, right, session)
+    assert (at_home["node"], moved["node"]) == ("a", "b") and reused_share(moved) > 0.9
+    assert text_of(moved) == text_of(at_home)
+
+
+@pytest.fixture
+async def leaving(
+    tmp_path: Path, smollm2: Path, http: aiohttp.ClientSession
+) -> AsyncIterator[tuple[NodeProcess, NodeProcess]]:
+    """Two nodes; A hands over only at its end, because a push of its would wait for the stall budget."""
+    models = model_entry("small", smollm2)
+    a = NodeProcess(
+        "a", "127.0.21.1", tmp_path, models, extra="kv_share: {min_tokens: 64, stall_share: 0.001}"
+    )
+    b = NodeProcess("b", "127.0.21.2", tmp_path, models, extra="kv_share: {min_tokens: 64}")
+    a.seeds, b.seeds = (b.seed,), (a.seed,)
+    try:
+        for node in (a, b):
+            node.start()
+        for node in (a, b):
+            await node.until_healthy(http)
+            await node.until_sees(http, "small", 2)
+        yield a, b
+    finally:
+        for node in (a, b):
+            node.end()
+
+
+async def two_turns(http: aiohttp.ClientSession, node: NodeProcess, session: str) -> list[dict[str, str]]:
+    """A session whose newest turn is not pushed yet: the save for the first one used up the budget."""
+    messages = opening(300)
+    answer = await chat(http, node, messages, session)
+    await until_pushed(http, node)
+    messages = rest(messages, answer, "And the fourth?")
+    answer = await chat(http, node, messages, session)
+    return rest(messages, answer, "Go on.")
+
+
+async def test_a_node_that_ends_hands_its_sessions_over_first(
+    leaving: tuple[NodeProcess, NodeProcess], http: aiohttp.ClientSession
+):
+    a, b = leaving
+    session = uuid.uuid4().hex
+    messages = await two_turns(http, a, session)
+    assert (await a.status(http))["kv_share"]["pushing"] == 1, "it is put off"
+    running = asyncio.create_task(chat(http, a, opening(150), uuid.uuid4().hex, max_tokens=100))
+    await a.until(http, "busy", lambda s: s["requests"]["leases"] > 0)
+    a.kill(signal.SIGTERM)
+    assert (await running)["node"] == "a"
+    assert a.process is not None and await asyncio.to_thread(a.process.wait, 60) == 0
+    status = await b.until(http, "given both", lambda s: s["kv_share"]["received"]["done"] == 3, 5)
+    assert status["kv_share"]["replicas"] == 2
+    moved = await chat(http, b, messages, session)
+    assert moved["node"] == "b" and reused_share(moved) > 0.9
+
+
+@pytest.mark.parametrize("by", ["down", "reload"])
+async def test_a_model_that_is_parked_or_removed_hands_its_sessions_over_first(
+    by: str, leaving: tuple[NodeProcess, NodeProcess], http: aiohttp.ClientSession
+):
+    a, _ = leaving
+    session = uuid.uuid4().hex
+    messages = await two_turns(http, a, session)
+    if by == "reload":
+        a.models = ""
+        a.reload()
+    else:
+        async with http.post(f"{a.api}/v1/models/down", json={}) as response:
+            assert response.status == 200
+    await a.until_logged("[small/0] ended")
+    moved = await chat(http, a, messages, session)
+    assert moved["node"] == "b" and reused_share(moved) > 0.9
+
+
+async def test_a_second_signal_waits_for_no_handover(
+    leaving: tuple[NodeProcess, NodeProcess], http: aiohttp.ClientSession
+):
+    a, b = leaving
+    await two_turns(http, a, uuid.uuid4().hex)
+    b.kill(signal.SIGSTOP)  # it takes nothing, and does not say so
+    a.kill(signal.SIGTERM)
+    await a.until_logged("kv_share.handing_over backend=all sessions=1")
+    a.kill(signal.SIGTERM)
+    assert a.process is not None and await asyncio.to_thread(a.process.wait, 50) == 0
+
+
+async def test_a_last_copy_comes_home_after_another_session_took_its_slot(
+    tmp_path: Path, smollm2: Path, http: aiohttp.ClientSession
+):
+    """Of an engine with one slot and without a RAM cache, on a node without peers."""
+    entry = model_entry("small", smollm2, parallel=1).replace("threads: 1", "threads: 1, cache_ram_mib: 0")
+    a = NodeProcess("a", "127.0.21.3", tmp_path, entry, extra="kv_share: {min_tokens: 64}")
+    try:
+        a.start()
+        await a.until_healthy(http)
+        messages, session = opening(300), uuid.uuid4().hex
+        answer = await chat(http, a, messages, session)
+        await chat(http, a, opening(100), uuid.uuid4().hex)
+        status = await a.until(http, "kept", lambda s: s["kv_share"]["kept"]["done"] == 1, 20)
+        assert status["kv_share"]["replicas"] == 1
+        back = await chat(http, a, rest(messages, answer, "Go on."), session)
+        assert reused_share(back) > 0.9
+    finally:
+        a.end()
