@@ -168,7 +168,7 @@ class Prompts:
 
 
 class Paths:
-    def rate(self, member: Member | None) -> float:
+    def bytes_per_s(self, member: Member | None) -> float:
         return 1e9
 
 
