@@ -129,10 +129,13 @@ async def test_a_busy_home_hands_a_session_over_to_the_node_that_has_its_replica
 ):
     a, b = nodes
     session, messages = uuid.uuid4().hex, opening(LONG)
-    before = (await share(b, http))["received"]["done"]
+    for node in nodes:
+        await node.until(http, "quiet", lambda s: s["kv_share"]["pushing"] == 0)
+        await node.until_idle(http)
+    before = (await share(a, http))["sent"]["done"]
     first = await stream(http, a, messages, session, prefer="a")
-    await until_received(http, b, before)
-    await a.until(http, "told of the replica", lambda s: s["kv_share"]["sent"]["done"] > 0)
+    assert first["node"] == "a"
+    await a.until(http, "rid of its state", lambda s: s["kv_share"]["sent"]["done"] > before)
     moves = (await share(b, http))["moves"]["warm"]
     long = asyncio.create_task(
         stream(http, a, opening(20), uuid.uuid4().hex, prefer="a", max_tokens=1200, ignore_eos=True)
@@ -143,7 +146,7 @@ async def test_a_busy_home_hands_a_session_over_to_the_node_that_has_its_replica
         {"role": "user", "content": "And the fourth?"},
     ]
     second = await stream(http, a, messages, session)
-    assert second["node"] == "b" and not long.done()
+    assert second["node"] == "b" and not long.done(), second
     assert reused_share(second) > 0.9
     assert (await share(b, http))["moves"]["warm"] == moves + 1
     long.cancel()

@@ -346,7 +346,7 @@ class Pusher:
         except (ViiworkError, OSError) as error:
             self._targets.failed(member.name, error)
             raise
-        self._targets.sent(saved.key, member.name, saved.binding.generation)
+        self._targets.sent(saved.key, member.name, saved.binding)
         return done
 
     def _is_of(self, key: SessionKey, push: _Push, backend: str | None) -> bool:
