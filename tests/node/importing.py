@@ -156,7 +156,7 @@ class Worker:
 
 
 class Paths:
-    def rate(self, member: Member | None) -> float:
+    def bytes_per_s(self, member: Member | None) -> float:
         return 1e9
 
 
@@ -176,6 +176,12 @@ class Peer:
         if found is not None:
             await found
         return b'{"generation": 1}'
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0)
 
 
 class Bench:
@@ -256,8 +262,8 @@ class Bench:
         grant = await self.begin(n_messages, **more)
         self.engine.ran(grant.slot or 0, prompt)
         self.d.finish(grant, Outcome("done", 200, usage=Usage(cached, prompt - cached, 1)))
-        while settle and len(self.held._background):
-            await asyncio.sleep(0)
+        if settle:
+            await until(lambda: not len(self.held._background))
         return grant
 
     async def stop(self) -> None:
