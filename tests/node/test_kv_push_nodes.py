@@ -158,6 +158,9 @@ async def test_a_last_copy_comes_home_after_another_session_took_its_slot(
     try:
         a.start()
         await a.until_healthy(http)
+        async with asyncio.timeout(60):
+            while not (await a.get(http, "/v1/capacity"))["models"][0].get("kv"):
+                await asyncio.sleep(0.05)  # what its states look like is learned in an idle slot
         messages, session = opening(300), uuid.uuid4().hex
         answer = await chat(http, a, messages, session)
         await chat(http, a, opening(100), uuid.uuid4().hex)
