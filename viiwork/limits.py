@@ -361,7 +361,6 @@ KV_PULL_MAX_S = 30.0  # longest wait for a state; whoever needs longer reads the
 KV_PULL_BODY_MAX_BYTES = 4 * KIB  # of the question: a model's name and three numbers
 KV_PULLS_AT_ONCE = 8  # for all peers; each is one save or one rendered file in an engine's folder
 KV_PULLS_PER_PEER = 2  # of them for one peer, so that one cannot keep this node's engines saving
-KV_WITHHELD_MAX = 4096  # sessions whose newest turn must not leave the node; 150 B each, 0.6 MiB
 KV_EVICTED_MAX = 1024  # sessions whose replica made room for another, remembered to say so; 150 B each
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429
