@@ -8,7 +8,7 @@ then compares digests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,12 +79,12 @@ class SlotStates:
             state.kept = [*state.kept, Kept(generation, source, n_tokens)][-(KV_MARKS_MAX - 1) :]
             state.saved_at = now
 
-    def restored(self, key: SessionKey, binding: Binding, source: str) -> None:
-        """A replica was restored: the slot holds exactly what that state holds."""
+    def restored(self, key: SessionKey, binding: Binding, kept: Sequence[Kept]) -> None:
+        """A replica was restored: the slot holds its leading rows, and with them what it kept of others."""
         if binding.ref is None:
             raise ValueError("a restored state lies in a slot")
         state = self._states[binding.ref] = SlotState(key, binding, shared=True)
-        state.kept = [Kept(binding.generation, source, binding.n_tokens)]
+        state.kept = _lowered(kept[-(KV_MARKS_MAX - 1) :], binding.n_tokens)
 
     def unknown(self, ref: SlotRef) -> None:
         """Something else ran there, or ended badly."""
@@ -96,6 +96,6 @@ class SlotStates:
             del self._states[ref]
 
 
-def _lowered(kept: list[Kept], cached: int) -> list[Kept]:
+def _lowered(kept: Sequence[Kept], cached: int) -> list[Kept]:
     """The marks after a turn that kept so many rows; those that say nothing any more go."""
     return [Kept(mark.generation, mark.source, min(mark.keep, cached)) for mark in kept if cached > 0]

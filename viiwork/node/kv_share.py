@@ -12,7 +12,8 @@ from typing import Any
 from viiwork.config.model import KvShareSection
 from viiwork.core.capacity import KvIdentity
 from viiwork.core.manners import Manners
-from viiwork.core.sessions import Binding, SessionKey
+from viiwork.core.replicas import Replica
+from viiwork.core.sessions import Binding
 from viiwork.core.slot_states import SlotStates
 from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Grant, Outcome
@@ -216,8 +217,8 @@ class KvShare:
             cached = outcome.usage.cached if outcome.usage is not None else None
             self._states.ran(key, binding, cached, shared=grant.ask.kv_share, lasting=is_lasting)
 
-    def _restored(self, key: SessionKey, binding: Binding, source: str, restore_s: float) -> None:
-        self._states.restored(key, binding, source)
+    def _restored(self, replica: Replica, binding: Binding, restore_s: float) -> None:
+        self._states.restored(replica.key, binding, replica.kept)
         if binding.ref is not None:
             self._manners.restored(binding.ref.backend, restore_s, time.monotonic())
 
