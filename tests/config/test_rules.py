@@ -39,7 +39,6 @@ from viiwork.errors import ConfigError
         ("activity:\n  event_history: -5\n", "2: activity.event_history: expected a whole number from 0 to"),
         ("kv_share:\n  memory: 0\n", "2: kv_share.memory: expected more than 0"),
         ("kv_share:\n  replicas: 0\n", "2: kv_share.replicas: expected a whole number from 1 to 16, got 0"),
-        ("kv_share:\n  workers: 17\n", "2: kv_share.workers: expected a whole number from 1 to 16, got 17"),
         ("kv_share:\n  min_tokens: 0\n", "2: kv_share.min_tokens: expected a whole number from 1 to"),
         ("kv_share:\n  dir: kv\n", "2: kv_share.dir: expected an absolute path, got kv"),
         ("kv_share:\n  direct: [10.9.0.1/24]\n", "2: kv_share.direct[0]: expected an address or a range"),

@@ -137,7 +137,6 @@ def _kv_share(kv_share: KvShareSection) -> None:
         raise Fault("kv_share.memory", "more than 0 (enabled: false turns sharing off)", str(kv_share.memory))
     checks.between("kv_share.replicas", kv_share.replicas, 1, limits.KV_COPIES_MAX)
     checks.between("kv_share.min_tokens", kv_share.min_tokens, 1, limits.CONTEXT_MAX_TOKENS)
-    checks.between("kv_share.workers", kv_share.workers, 1, limits.KV_WORKERS_MAX)
     if isinstance(kv_share.direct, tuple):
         checks.at_most("kv_share.direct", len(kv_share.direct), limits.SEEDS_MAX, "addresses")
         for i, item in enumerate(kv_share.direct):
