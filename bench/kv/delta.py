@@ -1,12 +1,12 @@
 """Moves the new rows of a session between two network namespaces over a shaped link, beside iperf3 on it.
 
-Needs root, iproute2, iperf3 and about 1 GB in /dev/shm. Both sides are real KV workers. The peer holds the
+Needs root, iproute2, iperf3 and about 1 GB in --dir. Both sides are real KV workers. The peer holds the
 first 1,000 tokens; what is timed is the delta to the whole state. "rate" is bytes of rows over the time from
 the open connection to the receiver's acknowledged commit, handshake, verification and commit included; "of
 iperf3" compares it with one iperf3 stream of as many bytes, measured just before. CPU seconds are those of
 the worker processes. The rows are made: f16 values, normal, each channel with a mean and a width of its own.
 
-    python bench/kv/delta.py [--mb 259] [--gbits 1 10] [--runs 3] [--modes ...] [--appends] [--json FILE]
+    python bench/kv/delta.py [--mb 259] [--gbits 1 10] [--runs 3] [--modes ...] [--appends] [--dir /dev/shm] [--json FILE]
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def move(near: str, far: str, folder: Path, mode: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir=args.dir))
     rows = []
     try:
         make_state(folder / "base", BASE)
@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--gbits", type=int, nargs="+", default=[1, 10])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", choices=("near", "far"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
