@@ -1,8 +1,8 @@
-"""What an import costs: rendering a replica and the engine's restore, beside the engine's restore of its own save.
+"""What an import costs: a render and the engine's restore, beside the engine's restore of its own save.
 
-A real engine with a random model whose state is that of an 8B model (32 layers, 8 heads of 128, f16: 128 KiB a
-token). The rows are made. "own" is the time of the engine's restore of a file it saved itself, "import" that of
-a render by the node's worker and the restore of its result. The first round meets memory nobody used before.
+A real engine with a random model whose state is that of an 8B model: 32 layers, 8 heads of 128, f16: 128 KiB
+a token. The rows are made. "own" is the engine's restore of a file it saved itself; "render" is the node's
+worker making a file of a replica. The first round meets memory nobody used before.
 
     python bench/kv/render.py [--mib 1024] [--rounds 5] [--dir /dev/shm]
 """
@@ -106,8 +106,8 @@ async def show(engine: Engine, worker: KvWorker, replica: str, target: Layout, n
     out.unlink()
     render, size = done.stages.render_s, done.total_bytes / (1 << 20)
     print(
-        f"{size:.0f} MiB: own {own:.3f} s; render {render:.3f} s ({used:.2f} CPU s) + restore {restore:.3f} s;"
-        f" import - own {render + restore - own:+.3f} s; load {os.getloadavg()[0]:.1f}",
+        f"{size:.0f} MiB: own {own:.3f} s; render {render:.3f} s ({used:.2f} CPU s) + restore {restore:.3f} s:"
+        f" {render + restore - own:+.3f} s; load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
 

@@ -185,7 +185,7 @@ class Link:
         self._expect_seq += 1
         return header
 
-    def recv_body(self, header: Header, into: bytearray) -> memoryview:
+    def recv_body(self, header: Header, into: bytearray | memoryview) -> memoryview:
         """Payload and tag, into the front of `into`."""
         view = memoryview(into)[: header.wire_len + TAG_BYTES]
         self.received_bytes += HEADER_BYTES + len(view)
