@@ -136,7 +136,6 @@ GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pin
 THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
 RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
 KV_COPIES_MAX = 16  # peers that hold a copy of a session
-KV_WORKERS_MAX = 16  # processes that move KV bytes; two fill 10 Gb/s
 
 # -- engine ----------------------------------------------------------------------------------------
 ENGINE_LINE_MAX_CHARS = 2048  # a longer log line is cut; 5 MB of dots without a newline cost 2 KiB
@@ -259,7 +258,9 @@ KV_CHECKPOINTS_KEPT = 2  # newest checkpoints of a replica; engines make one eve
 KV_COMPRESS_GAIN = 0.97  # a piece that stays larger than this share of itself travels as it is
 KV_COMPRESS_BELOW_BYTES_PER_S = 250_000_000.0  # planes and zstandard take 300-500 MB/s in one thread
 KV_COMPRESS_LEVEL = 1  # zstandard; higher levels gain 1 % on f16 rows and are slower than a 1 Gb/s link
-KV_SENDFILE_BYTES = 256 * KIB  # shorter runs of a file are gathered and sent from memory
+KV_SENDFILE_BYTES = (
+    32 * KIB
+)  # shorter runs of a file are cheaper gathered and sent from memory than one by one
 KV_RING_BUFFERS = 4  # frames between the two threads of a transfer: 8 MiB a job, 16 MiB at worst
 KV_MESSAGE_MAX_BYTES = 2 * MIB  # any other frame: the digests of two caches at their most, 1 MiB, and facts
 KV_MANIFEST_MAX_BYTES = 32 * MIB  # a manifest: 4 M tokens, 16 MiB, and two caches' digests
