@@ -36,12 +36,13 @@ _WORDS = (
 class Shape:
     """What sessions are like: tokens and seconds of the modelled system, medians of lognormal draws."""
 
-    opening_tokens: int = 14_000  # system prompt, tools and spec
+    system_tokens: int = 6000  # system prompt and tools: the same for all agents
+    spec_tokens: int = 8000  # its own spec, and the files it begins with
     result_tokens: float = 1150.0  # what a tool answers
     result_most: int = 1600
     answer_tokens: float = 200.0
     answer_most: int = 600
-    think_s: float = 14.0  # the tool runs, or the agent's user reads
+    think_s: float = 20.0  # the tool runs, or the agent's user reads
     think_most_s: float = 120.0
     begin_s: float = 120.0  # within which sessions begin, one here and one there
     compact_tokens: int = 48_000  # where a session begins anew
@@ -56,7 +57,8 @@ class Shape:
             return self
         return replace(
             self,
-            opening_tokens=int(self.opening_tokens * share),
+            system_tokens=int(self.system_tokens * share),
+            spec_tokens=int(self.spec_tokens * share),
             result_tokens=self.result_tokens * share,
             result_most=int(self.result_most * share),
             answer_tokens=self.answer_tokens * share,
@@ -83,12 +85,10 @@ class Agent:
         self.key = f"bench-{seed}-{number}"
         self._rng = random.Random(f"{seed}/{number}")
         self._shape = shape
-        # The same for all: agents of one kind share their tools and system prompt, and the spec.
         shared = random.Random(seed)
-        tools = "\n".join(f"{tool}: {prose(shared, 40)}" for tool in _TOOLS)
-        spec = prose(shared, shape.opening_tokens - 40 * len(_TOOLS) - 40)
+        tools = "\n".join(f"{tool}: {prose(shared, shape.system_tokens // len(_TOOLS))}" for tool in _TOOLS)
         self._system = {"role": "system", "content": f"You build software with these tools.\n{tools}"}
-        self._spec = f"The spec of the todo app:\n{spec}"
+        self._spec = f"Spec of the todo app of {self.key}:\n{prose(self._rng, shape.spec_tokens)}"
         self._n = 0
         self._n_compacted = 0
         self._tokens = 0
@@ -118,7 +118,7 @@ class Agent:
         self._tokens = len(self._system["content"]) // CHARS_A_TOKEN
         self._messages = [self._system]
         part = self._rng.choice(_PARTS)
-        self._say("user", f"{self._spec}\n{summary}\nSession {self.key}: build its {part}. Begin.")
+        self._say("user", f"{self._spec}\n{summary}\nBuild its {part}. Begin.")
 
     def _say(self, role: str, text: str) -> None:
         self._messages.append({"role": role, "content": text})
