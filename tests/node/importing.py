@@ -156,7 +156,7 @@ class Worker:
 
 
 class Paths:
-    def rate(self, member: Member | None) -> float:
+    def bytes_per_s(self, member: Member | None) -> float:
         return 1e9
 
 
