@@ -62,7 +62,6 @@ def test_the_lab_measures_the_published_settings_and_says_what_is_emulated(tmp_p
         assert {(run.cache, run.compress, run.encrypt) for run in phase.runs} >= {
             tuple(way) for way in LAB_WAYS if way.cache == "warm"
         }
-    assert "3.24" in out  # the published figure beside ours
     assert "emulated" in out
     assert of_lab(lab.pid) == set()
     assert list(work.iterdir()) == []
@@ -102,8 +101,13 @@ def test_hosts_of_a_lab_that_nobody_cleaned_up_are_removed_by_the_next_one():
 
 
 def test_without_root_the_lab_says_so():
-    words = command("--lab")
-    done = subprocess.run(words, user=65534, capture_output=True, text=True, env=env(), check=False)
+    # The interpreter itself may lie where only root reads, so what is imported is imported before.
+    program = (
+        "import os, sys, viiwork.cli.bench_kvshare as _; from viiwork.cli.main import main; os.setuid(65534)"
+    )
+    program += "; sys.exit(main(['bench', 'kvshare', '--lab']))"
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, env=env(), check=False)
     assert (done.returncode, "--lab needs root" in done.stderr) == (1, True), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -174,7 +178,7 @@ def test_a_path_that_does_not_answer_is_shown_as_such_beside_the_others(tmp_path
     assert (bool(mesh.runs), mesh.failed) == (True, "")
     assert not cable.runs
     assert f"{net.far.address(CABLE)}:{far.port} cannot be reached" in cable.failed
-    assert "cannot be reached" in done.out
+    assert "cannot be reached" in " ".join(done.out.split())
 
 
 def test_a_link_that_dies_midway_is_one_line_and_leaves_nothing_on_either_host(tmp_path, net):
@@ -189,7 +193,7 @@ def test_a_link_that_dies_midway_is_one_line_and_leaves_nothing_on_either_host(t
         assert "of" in asking.stderr.readline()  # raw streams and states have come through
         net.unplug(SWITCH)
         _, err = asking.communicate(timeout=ENDS_WITHIN_S)
-        assert "lost" in far.until_says(net.near.address(SWITCH))
+        assert net.near.address(SWITCH) in far.until_says("lost")
         for _ in range(600):
             if not list(far.folder.iterdir()):
                 break

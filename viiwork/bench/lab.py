@@ -80,9 +80,8 @@ def run_lab(
         secret = os.urandom(32)
         ending.enter_context(_far_end(net, secret, memory))
         lab = _Lab(net, state, runs, mesh_key(secret), work, progress)
-        return [
-            lab.measure(setting, overlay if at == _TUNNELED else None) for at, setting in enumerate(SETTINGS)
-        ]
+        tunneled = SETTINGS[_TUNNELED] if overlay else None
+        return [lab.measure(setting, overlay if setting is tunneled else None) for setting in SETTINGS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ _NETWORK = "10.214.9"
 _MTU = "1280"  # Tailscale's
 _PORT = 51820
 _STARTS_WITHIN_S = 10.0
+_LOOK_S = 0.02
 _SOCKETS = Path("/var/run/wireguard")
 
 
@@ -55,11 +56,6 @@ class Tunnel:
         command = host.command(OVERLAY_NAME, "--foreground", name)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._ending.callback(_end, process, control)
-        until = time.monotonic() + _STARTS_WITHIN_S
-        while not control.exists():
-            if process.poll() is not None or time.monotonic() > until:
-                raise BenchError(f"{OVERLAY_NAME} does not start; does {Path('/dev/net/tun')} exist?")
-            time.sleep(0.02)
         settings = [
             f"private_key={keys[host].private_bytes_raw().hex()}",
             f"listen_port={_PORT}",
@@ -67,14 +63,28 @@ class Tunnel:
             f"endpoint={other.address(self._device)}:{_PORT}",
             f"allowed_ip={_NETWORK}.0/24",
         ]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as uapi:
-            uapi.connect(str(control))
+        with _connected(control, process) as uapi:
             uapi.sendall(("set=1\n" + "\n".join(settings) + "\n\n").encode())
             if b"errno=0" not in uapi.recv(4096):
                 raise BenchError(f"{OVERLAY_NAME} does not take its settings")
         where = ("ip", "-n", host.namespace)
         run(*where, "addr", "add", f"{_NETWORK}.{host.number}/24", "dev", name)
         run(*where, "link", "set", name, "mtu", _MTU, "up")
+
+
+def _connected(control: Path, process: subprocess.Popen[bytes]) -> socket.socket:
+    """The interface's socket, which is there a moment before it listens."""
+    until = time.monotonic() + _STARTS_WITHIN_S
+    while True:
+        uapi = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            uapi.connect(str(control))
+            return uapi
+        except OSError:
+            uapi.close()
+        if process.poll() is not None or time.monotonic() > until:
+            raise BenchError(f"{OVERLAY_NAME} does not start; is there a /dev/net/tun?")
+        time.sleep(_LOOK_S)
 
 
 def check_overlay() -> None:

@@ -11,20 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from viiwork.api.bench import BENCH_PATH
 from viiwork.bench.janitor import Janitor
 from viiwork.bench.lab import run_lab
 from viiwork.bench.link import ALL_WAYS, LinkBench, Target, look, resolve
 from viiwork.bench.listen import Listener, bound_socket, host_facts
 from viiwork.bench.net import check_lab
-from viiwork.bench.plot import check_plot, plot
 from viiwork.bench.progress import BenchProgress
-from viiwork.bench.report import report_of
-from viiwork.bench.results import Phase, Results, encode_results
+from viiwork.bench.results import Phase, Results
 from viiwork.bench.states import BenchState, make_state
 from viiwork.bench.tunnel import check_overlay
+from viiwork.cli.bench_output import check_outputs, put_out
 from viiwork.cli.control import ControlClient
 from viiwork.config.model import ApiSection
 from viiwork.errors import BenchError, NobodyListens, NodeRefused, NodeUnreachable, UsageError
@@ -123,15 +120,7 @@ def _check_files(args: argparse.Namespace) -> None:
     """Wrong files are told before anything is measured."""
     if args.file is not None and not args.file.is_file():
         raise UsageError(f"--file: there is no file {args.file}")
-    if args.dir is not None and not args.dir.is_dir():
-        raise UsageError(f"--dir: there is no folder {args.dir}")
-    if args.plot is not None:
-        check_plot(args.plot)
-    if args.json is not None:
-        try:
-            args.json.touch()
-        except OSError as error:
-            raise UsageError(f"--json: {args.json} cannot be written: {error.strerror}") from None
+    check_outputs(args)
 
 
 def _state(args: argparse.Namespace, janitor: Janitor) -> BenchState:
@@ -158,11 +147,7 @@ def _report(
         settings={"size_bytes": size, "file": bool(args.file), "runs": args.runs, **settings},
         phases=phases,
     )
-    Console().print(report_of(results))
-    if args.json is not None:
-        args.json.write_bytes(encode_results(results))
-    if args.plot is not None:
-        plot(results, args.plot)
+    put_out(args, results)
 
 
 def _cancel_at_end(serving: asyncio.Task[None]) -> None:

@@ -8,18 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from viiwork.bench.compare import comparison
 from viiwork.bench.fleet import NodeView
 from viiwork.bench.lab import SETTINGS
 from viiwork.bench.listen import host_facts
 from viiwork.bench.net import check_lab
-from viiwork.bench.plot import check_plot, plot
 from viiwork.bench.progress import BenchProgress
-from viiwork.bench.report import report_of
-from viiwork.bench.results import Phase, Results, encode_results, read_results
+from viiwork.bench.results import Phase, Results, read_results
 from viiwork.bench.workload import PUBLISHED_WARM, Plan, Told, run_at, run_lab_workload, shared_model
+from viiwork.cli.bench_output import check_outputs, put_out, show
 from viiwork.cli.control import own_address_of
 from viiwork.config.model import ApiSection
 from viiwork.errors import UsageError
@@ -30,7 +27,7 @@ def lab(args: argparse.Namespace) -> int:
     """The workload over the published settings, on this machine."""
     check_lab()
     plan = _plan(args, None if args.model is None else _file(args.model))
-    _check_outputs(args)
+    check_outputs(args)
     settings = [setting for setting in SETTINGS if setting.name in PUBLISHED_WARM]
     started = time.time()
     with BenchProgress() as progress:
@@ -43,7 +40,7 @@ def lab(args: argparse.Namespace) -> int:
 async def at_nodes(args: argparse.Namespace) -> int:
     """The workload at this machine's node and another one, which run already."""
     plan = _plan(args, None)
-    _check_outputs(args)
+    check_outputs(args)
     host, port = args.to
     here = own_address_of(args)
     places = {"here": here, "there": (host, port or ApiSection().port)}
@@ -62,7 +59,7 @@ async def at_nodes(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    Console().print(comparison(read_results(args.before), read_results(args.after)))
+    show(comparison(read_results(args.before), read_results(args.after)))
     return 0
 
 
@@ -105,18 +102,6 @@ def _file(model: str) -> Path:
     return path.absolute()
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
-    if args.dir is not None and not args.dir.is_dir():
-        raise UsageError(f"--dir: there is no folder {args.dir}")
-    if args.plot is not None:
-        check_plot(args.plot)
-    if args.json is not None:
-        try:
-            args.json.touch()
-        except OSError as error:
-            raise UsageError(f"--json: {args.json} cannot be written: {error.strerror}") from None
-
-
 def _report(
     args: argparse.Namespace, started: float, settings: dict[str, Any], phases: Sequence[Phase]
 ) -> None:
@@ -129,11 +114,7 @@ def _report(
         settings=said | settings,
         phases=list(phases),
     )
-    Console().print(report_of(results))
-    if args.json is not None:
-        args.json.write_bytes(encode_results(results))
-    if args.plot is not None:
-        plot(results, args.plot)
+    put_out(args, results)
 
 
 def _url(host: str, port: int) -> str:
