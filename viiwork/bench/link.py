@@ -7,6 +7,7 @@ import shutil
 import socket
 import statistics
 import tempfile
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -113,7 +114,15 @@ async def look(addr: str, port: int) -> None:
 class LinkBench:
     """A conversation with the other host, and what is sent over paths to it. Use as a context manager."""
 
-    def __init__(self, target: Target, state: BenchState, progress: Progress) -> None:
+    def __init__(
+        self,
+        target: Target,
+        state: BenchState,
+        progress: Progress,
+        restore: Callable[[], Awaitable[float]] | None = None,
+    ) -> None:
+        """`restore` imports the state into an engine of this host; None = there is none."""
+        self._restore = restore
         self._target, self._state, self._progress = target, state, progress
         self._generation = 1
         self._janitor = Janitor()
@@ -257,6 +266,8 @@ class LinkBench:
                 max_tokens=facts.n_tokens,
             )
             stages["render_s"] = (await self._talk.ask(Render(target=layout), Rendered)).seconds
+            if self._restore is not None:
+                stages["import_s"] = await self._restore()
         await self._talk.ask(Drop(), Dropped)
         return Run(
             cache=way.cache,

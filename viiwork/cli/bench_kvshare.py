@@ -7,11 +7,13 @@ import asyncio
 import os
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from viiwork.api.bench import BENCH_PATH
+from viiwork.bench.engine import BenchEngine
 from viiwork.bench.janitor import Janitor
 from viiwork.bench.lab import run_lab
 from viiwork.bench.link import ALL_WAYS, LinkBench, Target, look, resolve
@@ -62,15 +64,17 @@ async def link(args: argparse.Namespace, secrets: tuple[bytes, ...]) -> int:
     with BenchProgress() as progress:
         janitor = Janitor()
         try:
-            state = await asyncio.to_thread(_state, args, janitor)
-            port = await _listening_port(args, addr, said)
-            async with LinkBench(Target(addr, port, key), state, progress) as bench:
+            async with AsyncExitStack() as ending:
+                await _listening_port(args, addr, said)  # before work that would be for nothing
+                state, restore = await _state(args, janitor, ending)
+                port = await _listening_port(args, addr, said)  # a node's end does not wait for that long
+                target = Target(addr, port, key)
+                bench = await ending.enter_async_context(LinkBench(target, state, progress, restore))
                 for path in await bench.paths():
                     phases.append(await bench.measure(path, ALL_WAYS, args.runs))
-                far = bench.far.host
         finally:
             await asyncio.to_thread(janitor.close)
-    settings = {"to": f"{host}:{port}", "secret": bool(secrets), "far": far}
+    settings = {"to": f"{host}:{port}", "secret": bool(secrets), "far": bench.far.host}
     _report(args, "link", started, settings, phases)
     return 0
 
@@ -118,17 +122,29 @@ def lab(args: argparse.Namespace) -> int:
 
 def _check_files(args: argparse.Namespace) -> None:
     """Wrong files are told before anything is measured."""
+    if args.model is not None and not args.to:
+        raise UsageError("--model goes with --to, or with --workload")
+    if args.model is not None and args.file is not None:
+        raise UsageError("--file and --model both make the state: name one of them")
+    if args.model is not None and not Path(args.model).is_file():
+        raise UsageError(f"--model: there is no file {args.model}")
     if args.file is not None and not args.file.is_file():
         raise UsageError(f"--file: there is no file {args.file}")
     check_outputs(args)
 
 
-def _state(args: argparse.Namespace, janitor: Janitor) -> BenchState:
+async def _state(
+    args: argparse.Namespace, janitor: Janitor, ending: AsyncExitStack
+) -> tuple[BenchState, Callable[[], Awaitable[float]] | None]:
+    """What is sent, and what imports it where there is an engine."""
     if args.file is not None:
-        return BenchState(args.file, None, 0)
+        return BenchState(args.file, None, 0), None
     folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir=args.dir))
     janitor.owes_folder(folder)
-    return make_state(folder, args.size)
+    if args.model is None:
+        return await asyncio.to_thread(make_state, folder, args.size), None
+    engine = await ending.enter_async_context(BenchEngine(Path(args.model), folder))
+    return await engine.make_state(), engine.restore
 
 
 def _report(
@@ -138,7 +154,8 @@ def _report(
     settings: dict[str, Any],
     phases: list[Phase],
 ) -> None:
-    size = args.file.stat().st_size if args.file is not None else args.size
+    sent = max((run.bytes for phase in phases for run in phase.runs), default=args.size)
+    size = args.size if args.file is None and args.model is None else sent
     results = Results(
         viiwork=VERSION,
         kind=kind,
