@@ -54,7 +54,6 @@ class Engines:
     slots: int
     model: Path | None = None
     pace: Pace | None = None
-    binary: str = ""  # for `model`
 
 
 class NodeView:
@@ -130,7 +129,8 @@ def _config(place: Place, places: Sequence[Place], engines: Engines, folder: Pat
         args = arguments(engines.pace)
         model = f"path: {weights}, args: {args}, llamacpp: {{binary: {program}}}".replace("'", '"')
     else:
-        model = f"path: {engines.model}, llamacpp: {{binary: '{engines.binary}', threads: 1}}"
+        threads = max(1, (os.cpu_count() or 1) // len(places))  # all of them are on this machine
+        model = f"path: {engines.model}, llamacpp: {{threads: {threads}}}"
     seeds = ", ".join(f'"{other.addr}:{other.mesh_port}"' for other in places if other is not place)
     return (
         f"node: {{name: {place.name}, state_dir: {folder / place.name}}}\n"
