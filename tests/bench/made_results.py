@@ -75,6 +75,6 @@ def results(*phases: Phase, kind: Any = "workload") -> Results:
         kind=kind,
         started_unix_s=0.0,
         host={},
-        settings={"size_bytes": 247 << 20},
+        settings={"size_bytes": 247 << 20, "runs": 2},
         phases=list(phases),
     )

@@ -37,7 +37,7 @@ def test_a_seed_says_everything_about_a_session_and_sessions_differ():
 def test_a_session_grows_by_its_turns_and_begins_anew_when_it_is_full():
     found = steps(0, 1, 100)
     sizes = [len(tokens_of(chat_prompt(step.messages))) for step in found]
-    assert 0.9 * SHAPE.opening_tokens < sizes[0] < 1.4 * SHAPE.opening_tokens
+    assert 14_000 < min(sizes) < 17_500
     assert max(sizes) < 65_536
     compacted = [at for at, step in enumerate(found) if step.compacted]
     assert len(compacted) >= 3
@@ -47,6 +47,14 @@ def test_a_session_grows_by_its_turns_and_begins_anew_when_it_is_full():
         else:
             assert after.messages[: len(before.messages)] == before.messages
             assert len(after.messages) == len(before.messages) + 2
+
+
+def test_sessions_begin_somewhere_in_the_middle_with_a_question():
+    begun = [steps(number, 1, 1)[0] for number in range(12)]
+    sizes = [len(tokens_of(chat_prompt(step.messages))) for step in begun]
+    assert max(sizes) - min(sizes) > 10_000 and max(sizes) < SHAPE.compact_tokens * 1.1
+    assert {step.messages[-1]["role"] for step in begun} == {"user"}
+    assert all(0 <= step.think_s <= SHAPE.begin_s for step in begun)
 
 
 def test_a_turn_appends_about_what_the_published_delta_holds():
@@ -81,7 +89,7 @@ async def taken(answers: list[web.Response | bytes], n: int) -> list[Turn]:
 
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/v1/chat/completions", answer)
-    run = Drive("m", 1e6, time.monotonic(), time.monotonic() + 600, lambda turn: None)
+    run = Drive("m", 1e6, time.monotonic(), 1e9, 0.0, time.monotonic() + 600, lambda turn: None)
 
     def tell(turn: Turn) -> None:
         if len(run.turns) == n:

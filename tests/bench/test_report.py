@@ -27,7 +27,7 @@ def row(text: str, name: str) -> list[str]:
 def test_shares_stand_beside_the_published_ones_with_their_intervals():
     text = shown(results(work_phase()))
     cells = row(text, "10 GbE direct, 16 sessions")
-    assert cells[1:4] == ["200", "40", "97.5% (87.1%-99.6%)"]
+    assert cells[1:4] == ["200", "40 (22-58)", "97.5% (87.1%-99.6%)"]
     assert cells[6:8] == ["warm 96.2%", "97.0%"]
 
 

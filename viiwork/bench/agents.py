@@ -19,6 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from viiwork.limits import AGENT_ANSWER_MAX_BYTES, AGENT_TURN_MAX_S
 
+PLANNED_TOKENS_PER_S = 30.0  # of an answer
 CHARS_A_TOKEN = 4  # of the simulated engine exactly, of a real one about
 _PARTS = (
     "model storage api views filters search tags due-dates reminders archive undo sync auth settings "
@@ -36,12 +37,13 @@ _WORDS = (
 class Shape:
     """What sessions are like: tokens and seconds of the modelled system, medians of lognormal draws."""
 
-    opening_tokens: int = 14_000  # system prompt, tools and spec
+    system_tokens: int = 6000  # system prompt and tools: the same for all agents
+    spec_tokens: int = 8000  # its own spec, and the files it begins with
     result_tokens: float = 1150.0  # what a tool answers
     result_most: int = 1600
     answer_tokens: float = 200.0
     answer_most: int = 600
-    think_s: float = 14.0  # the tool runs, or the agent's user reads
+    think_s: float = 20.0  # the tool runs, or the agent's user reads
     think_most_s: float = 120.0
     begin_s: float = 120.0  # within which sessions begin, one here and one there
     compact_tokens: int = 48_000  # where a session begins anew
@@ -50,13 +52,14 @@ class Shape:
 
     def fitting(self, context: int) -> Shape:
         """The same sessions, made smaller to fit a slot of `context` tokens."""
-        room = (self.compact_tokens + self.result_most + self.answer_most) * 1.15
+        room = (self.compact_tokens + self.result_most + self.answer_most) * 1.2
         share = min(1.0, context / room)
         if share == 1.0:
             return self
         return replace(
             self,
-            opening_tokens=int(self.opening_tokens * share),
+            system_tokens=int(self.system_tokens * share),
+            spec_tokens=int(self.spec_tokens * share),
             result_tokens=self.result_tokens * share,
             result_most=int(self.result_most * share),
             answer_tokens=self.answer_tokens * share,
@@ -75,6 +78,11 @@ class Step:
     max_tokens: int
     compacted: bool  # the context before is gone, so nothing can be warm
 
+    @property
+    def planned_s(self) -> float:
+        """How long it takes by the plan, whatever it takes in fact: all runs of a seed do the same work."""
+        return self.think_s + self.max_tokens / PLANNED_TOKENS_PER_S
+
 
 class Agent:
     """One session's plan; `next_step` and `answered` take turns."""
@@ -83,31 +91,35 @@ class Agent:
         self.key = f"bench-{seed}-{number}"
         self._rng = random.Random(f"{seed}/{number}")
         self._shape = shape
-        # The same for all: agents of one kind share their tools and system prompt, and the spec.
         shared = random.Random(seed)
-        tools = "\n".join(f"{tool}: {prose(shared, 40)}" for tool in _TOOLS)
-        spec = prose(shared, shape.opening_tokens - 40 * len(_TOOLS) - 40)
+        tools = "\n".join(f"{tool}: {prose(shared, shape.system_tokens // len(_TOOLS))}" for tool in _TOOLS)
         self._system = {"role": "system", "content": f"You build software with these tools.\n{tools}"}
-        self._spec = f"The spec of the todo app:\n{spec}"
+        self._spec = f"Spec of the todo app of {self.key}:\n{prose(self._rng, shape.spec_tokens)}"
         self._n = 0
-        self._n_compacted = 0
+        self._has_begun = True
         self._tokens = 0
         self._messages: list[dict[str, str]] = []
         self._begin("")
+        # As if it had gone on for a while: all contexts being small at once would be no session's everyday.
+        so_far = self._rng.randrange(max(1, shape.compact_tokens - shape.system_tokens - shape.spec_tokens))
+        while self._tokens < shape.system_tokens + shape.spec_tokens + so_far:
+            step = self.next_step()
+            self.answered(prose(self._rng, step.max_tokens))
+        self._has_begun = False
 
     def next_step(self) -> Step:
         compacted = self._tokens > self._shape.compact_tokens
         if compacted:
-            self._n_compacted += 1
             self._begin(f"Done so far: {prose(self._rng, self._shape.summary_tokens)}")
         elif self._n:
             tool, part = self._rng.choice(_TOOLS), self._rng.choice(_PARTS)
             n = min(self._draw(self._shape.result_tokens), self._shape.result_most)
             self._say("user", f"Result of {tool} {part}:\n{prose(self._rng, max(1, int(n)))}")
         think_s = min(self._draw(self._shape.think_s), self._shape.think_most_s)
-        if not self._n:
+        if not self._has_begun:
             think_s = self._rng.uniform(0.0, self._shape.begin_s)
         self._n += 1
+        self._has_begun = True
         n = min(self._draw(self._shape.answer_tokens), self._shape.answer_most)
         return Step(think_s, list(self._messages), max(8, int(n)), compacted)
 
@@ -118,7 +130,7 @@ class Agent:
         self._tokens = len(self._system["content"]) // CHARS_A_TOKEN
         self._messages = [self._system]
         part = self._rng.choice(_PARTS)
-        self._say("user", f"{self._spec}\n{summary}\nSession {self.key}: build its {part}. Begin.")
+        self._say("user", f"{self._spec}\n{summary}\nBuild its {part}. Begin.")
 
     def _say(self, role: str, text: str) -> None:
         self._messages.append({"role": role, "content": text})
@@ -154,6 +166,7 @@ class Turn:
     moved: bool = False  # another node than the session's turn before
     compacted: bool = False
     failed: str = ""
+    counts: bool = True  # not of the time in which all began
 
 
 @dataclass(slots=True)
@@ -163,7 +176,9 @@ class Drive:
     model: str
     speed: float  # think times are so many times shorter
     began_at: float
-    until: float  # no turn begins later, on the loop's clock
+    planned_s: float  # a session ends when its plan's own clock says so
+    warm_s: float  # and its turns count from there on
+    until: float  # no turn begins later, on the monotonic clock
     tell: Callable[[Turn], None]
     turns: list[Turn] = field(default_factory=list)
 
@@ -172,14 +187,18 @@ async def drive(
     number: int, agent: Agent, api: str, http: aiohttp.ClientSession, run: Drive, retry_s: float = 1.0
 ) -> None:
     """Have one agent take its turns at `api` until the run is over; a refused turn is asked again."""
-    before = ""
+    before, planned_s = "", 0.0
     while True:
         step = agent.next_step()
+        planned_s += step.planned_s
+        if planned_s > run.planned_s:
+            return
         await asyncio.sleep(step.think_s / run.speed)
         while True:
             if time.monotonic() >= run.until:
                 return
             turn = Turn(number, time.monotonic() - run.began_at, compacted=step.compacted)
+            turn.counts = planned_s > run.warm_s
             text = await _take(turn, step, agent.key, api, http, run.model)
             run.turns.append(turn)
             turn.moved = bool(before and turn.node and turn.node != before)

@@ -98,6 +98,13 @@ class Tallies:
         self.goodput: list[Sample] = []
         self._sampled: tuple[float, list[int]] | None = None
 
+    def begin(self) -> None:
+        """All that was told so far is of the time before."""
+        self._first = list(self._newest)
+        self.transfers.clear()
+        self.goodput.clear()
+        self._sampled = None
+
     def told(self, node: int, status: dict[str, Any]) -> None:
         """A node's whole status came; transfers before the first one do not count."""
         shared = _dict(status.get("kv_share"))
@@ -161,6 +168,7 @@ class Tallies:
 
 def run_of(seed: int, seconds: float, turns: Iterable[Turn], tallies: Tallies) -> WorkloadRun:
     """All figures of one run."""
+    turns = [turn for turn in turns if turn.counts]
     done = [turn for turn in turns if not turn.failed]
     failed = Counter(turn.failed for turn in turns if turn.failed)
     told = [turn for turn in done if turn.cached is not None and turn.prompt is not None]

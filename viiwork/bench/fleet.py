@@ -54,7 +54,6 @@ class Engines:
     slots: int
     model: Path | None = None
     pace: Pace | None = None
-    binary: str = ""  # for `model`
 
 
 class NodeView:
@@ -106,7 +105,7 @@ async def fleet(places: Sequence[Place], engines: Engines, folder: Path) -> Asyn
             running.append(_start(place, config, secret))
         views += [NodeView(place.name, place.api, place.namespace) for place in places]
         for view, process in zip(views, running, strict=True):
-            await _until_ready(view, process, folder, len(places), engines.slots)
+            await _until_ready(view, process, folder, len(places))
         yield views
     finally:
         for view in views:
@@ -130,9 +129,9 @@ def _config(place: Place, places: Sequence[Place], engines: Engines, folder: Pat
         args = arguments(engines.pace)
         model = f"path: {weights}, args: {args}, llamacpp: {{binary: {program}}}".replace("'", '"')
     else:
-        model = f"path: {engines.model}, llamacpp: {{binary: '{engines.binary}', threads: 1}}"
+        threads = max(1, (os.cpu_count() or 1) // len(places))  # all of them are on this machine
+        model = f"path: {engines.model}, llamacpp: {{threads: {threads}}}"
     seeds = ", ".join(f'"{other.addr}:{other.mesh_port}"' for other in places if other is not place)
-    # What the sessions' states take at most, twice: those of the other node, and while they are replaced.
     return (
         f"node: {{name: {place.name}, state_dir: {folder / place.name}}}\n"
         f"api: {{host: {place.addr}, port: {place.api_port}}}\n"
@@ -162,15 +161,13 @@ def _start(place: Place, config: Path, secret: str) -> subprocess.Popen[bytes]:
         )
 
 
-async def _until_ready(
-    view: NodeView, process: subprocess.Popen[bytes], folder: Path, n_nodes: int, n_slots: int
-) -> None:
+async def _until_ready(view: NodeView, process: subprocess.Popen[bytes], folder: Path, n_nodes: int) -> None:
     """Its engine serves, it hears the others', and states can go to them."""
     until = time.monotonic() + BENCH_READY_S
     why = "it does not answer"
     while time.monotonic() < until and process.poll() is None:
         with suppress(BenchError):
-            why = _not_ready(await view.status(), n_nodes, n_slots)
+            why = _not_ready(await view.status(), n_nodes)
             if not why:
                 return
         await asyncio.sleep(0.1)
@@ -179,9 +176,13 @@ async def _until_ready(
     raise BenchError(f"node {view.name} does not come up: {why}{ended}: {' '.join(log.split())}")
 
 
-def _not_ready(status: dict[str, Any], n_nodes: int, n_slots: int) -> str:
+def _not_ready(status: dict[str, Any], n_nodes: int) -> str:
     models = [model for model in status.get("models", []) if model.get("name") == MODEL]
-    if not models or any(b.get("status") != "healthy" for b in models[0].get("backends", [])):
+    if (
+        not models
+        or not models[0].get("backends")
+        or any(b.get("status") != "healthy" for b in models[0].get("backends", []))
+    ):
         return "its engine does not serve"
     shared = status.get("kv_share") or {}
     if not shared.get("enabled") or shared.get("off"):

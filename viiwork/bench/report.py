@@ -11,7 +11,7 @@ from rich.text import Text
 
 from viiwork.bench.figures import WARMTHS, Pooled, Workload, pooled, workload_of
 from viiwork.bench.results import Phase, Results
-from viiwork.bench.stats import percentile, wilson
+from viiwork.bench.stats import count_interval, percentile, wilson
 from viiwork.bench.table import table_of
 
 
@@ -47,7 +47,8 @@ def _moves_row(name: str, found: Pooled) -> list[RenderableType]:
     shares: list[RenderableType] = [
         share_with_interval(found.by_warmth[warmth], found.moves) for warmth in WARMTHS
     ]
-    return [Text(name), str(found.turns), str(found.moves), *shares]
+    low, high = count_interval(found.moves)
+    return [Text(name), str(found.turns), f"{found.moves} ({low:.0f}-{high:.0f})", *shares]
 
 
 def _moves_end(work: Workload, found: Pooled) -> list[str]:
@@ -94,7 +95,8 @@ def _bytes_table(works: Iterable[tuple[Phase, Workload]]) -> Table:
 def _notes(works: Iterable[tuple[Phase, Workload]]) -> list[Text]:
     """Whatever a reader of the tables must know, each said once."""
     said = [
-        "in brackets of shares: 95 % Wilson intervals; of seconds and MiB: the 90th percentile",
+        "in brackets of shares: 95 % Wilson intervals; of moves: where another run of the seed ends up, with "
+        "95 %; of seconds and MiB: the 90th percentile",
         "published: one run of 90 minutes a phase, so without an interval",
     ]
     for phase, work in works:

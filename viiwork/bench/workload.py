@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,11 @@ from viiwork.limits import WORKLOAD_SCALE, WORKLOAD_SPEED
 from viiwork.mesh.notices import one_line
 
 CONTEXT, SLOTS = 65_536, 4
-PREFILL_PER_S, DECODE_PER_S, SAVE_BYTES_PER_S = 1500.0, 45.0, 4e9
+PREFILL_PER_S, DECODE_PER_S, SAVE_BYTES_PER_S = 2500.0, 45.0, 4e9
 SAMPLE_S = 1.0
-NAME_SHOWN_CHARS = 64
+# Before it counts: prompts are read for the first time then, and each state goes over the link as a whole.
+WARM_UP_S = 360.0
+_NAME_SHOWN_CHARS = 64
 _SETTLE_S = 2.0  # after the last turn: its state is still on its way
 # The study's warm shares, by the number of the lab's setting.
 PUBLISHED_WARM = {SETTINGS[0].name: 0.938, SETTINGS[1].name: 0.968, SETTINGS[2].name: 0.962}
@@ -37,25 +40,26 @@ PUBLISHED_WARM = {SETTINGS[0].name: 0.938, SETTINGS[1].name: 0.968, SETTINGS[2].
 class Plan:
     """What the command line says of a workload."""
 
-    sessions: tuple[int, ...] = (12, 16)
+    sessions: tuple[int, ...] = (16,)
     minutes: float = 3.0  # of each run, by the wall
     runs: int = 1
     seed: int = 1
     speed: float = WORKLOAD_SPEED
     scale: int = WORKLOAD_SCALE
-    model: Path | None = None  # None = simulated engines
+    model: Path | None = None
+    is_paced: bool = True  # simulated engines
     context: int = CONTEXT
     shape: Shape = field(default_factory=Shape)
 
     def engines(self) -> Engines:
-        if self.model is not None:
+        if not self.is_paced:
             return Engines(self.context, SLOTS, model=self.model)
         pace = Pace(PREFILL_PER_S, DECODE_PER_S, SAVE_BYTES_PER_S, self.speed, self.scale)
         return Engines(self.context, SLOTS, pace=pace)
 
     def scaled_to_life(self) -> Plan:
         """A real engine runs at its own speed, with its own states."""
-        return replace(self, speed=1.0, scale=1) if self.model is not None else self
+        return self if self.is_paced else replace(self, speed=1.0, scale=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def run_lab_workload(plan: Plan, settings: Sequence[Setting], folder: Path | Non
 
 async def run_at(views: Sequence[NodeView], model: str, plan: Plan, name: str, tell: Tell) -> list[Phase]:
     """A phase for each number of sessions at two nodes that run already. Raises `BenchError`."""
-    plan = replace(plan, speed=1.0, scale=1)
+    plan = replace(plan, is_paced=False).scaled_to_life()
     phases = []
     for n_sessions in plan.sessions:
         runs = [
@@ -115,11 +119,8 @@ async def shared_model(views: Sequence[NodeView], wanted: str | None) -> tuple[s
     names: list[str] = []
     for view in views:
         status = await view.status()
+        names.append(str(status.get("node") or view.name)[:_NAME_SHOWN_CHARS])
         models = status.get("models")
-        node = status.get("node")
-        names.append(
-            str(node.get("name") if isinstance(node, dict) else node or view.name)[:NAME_SHOWN_CHARS]
-        )
         listed = models if isinstance(models, list) else []
         found.append({str(model["name"]) for model in listed if isinstance(model, dict) and "name" in model})
     if names[0] == names[1]:
@@ -134,6 +135,11 @@ async def shared_model(views: Sequence[NodeView], wanted: str | None) -> tuple[s
 
 def _listed(names: Sequence[str]) -> str:
     return one_line(", ".join(names[:8])) or "they share none"
+
+
+def run_s(plan: Plan) -> float:
+    """How long one run takes, by the wall."""
+    return plan.minutes * 60 + (WARM_UP_S / plan.speed if plan.is_paced else 0.0)
 
 
 async def run_once(
@@ -151,17 +157,21 @@ async def run_once(
     def turned(turn: Turn) -> None:
         nonlocal moves
         moves += turn.moved
-        tell(Told(name, len(run.turns), moves, time.monotonic() - began_at, seconds))
+        tell(Told(name, len(run.turns), moves, time.monotonic() - began_at, whole_s))
 
     seconds = plan.minutes * 60
-    run = Drive(model, plan.speed, began_at, began_at + seconds, turned)
-    watching = asyncio.create_task(_watch(views, tallies, began_at))
+    # Sessions of simulated engines do what they are planned to do in that time; a slow host gets longer.
+    whole_s = run_s(plan)
+    warm_s = (whole_s - seconds) * plan.speed
+    planned_s, until = (whole_s * plan.speed, 2 * whole_s) if plan.is_paced else (math.inf, seconds)
+    run = Drive(model, plan.speed, began_at, planned_s, warm_s, began_at + until, turned)
+    watching = asyncio.create_task(_watch(views, tallies, began_at, warm_s / plan.speed))
     try:
         async with asyncio.TaskGroup() as tasks:
             for number in range(n_sessions):
                 view = views[number % len(views)]
                 tasks.create_task(drive(number, Agent(number, seed, shape), view.api, view.http, run))
-        took_s = time.monotonic() - began_at
+        took_s = time.monotonic() - began_at - warm_s / plan.speed
         await asyncio.sleep(_SETTLE_S)
     finally:
         watching.cancel()
@@ -172,8 +182,13 @@ async def run_once(
     return run_of(seed, took_s, run.turns, tallies)
 
 
-async def _watch(views: Sequence[NodeView], tallies: Tallies, began_at: float) -> None:
+async def _watch(views: Sequence[NodeView], tallies: Tallies, began_at: float, warm_s: float) -> None:
+    """Look at the nodes; what they did within the first `warm_s` is forgotten."""
+    has_begun = False
     while True:
+        if not has_begun and time.monotonic() - began_at >= warm_s:
+            has_begun = True
+            tallies.begin()
         await asyncio.sleep(SAMPLE_S)
         for number, view in enumerate(views):
             with suppress(BenchError):  # a node that is too busy is asked again
@@ -201,7 +216,7 @@ def phase_of(
         sessions=n_sessions,
         slots=SLOTS,
         context=plan.context,
-        engine=plan.model.name if plan.model is not None else "paced",
+        engine="paced" if plan.is_paced else str(plan.model or "as it runs there"),
         speed=plan.speed,
         scale=plan.scale,
         published_warm=PUBLISHED_WARM.get(setting),
@@ -213,12 +228,13 @@ def phase_of(
 
 def emulated_by(plan: Plan) -> list[str]:
     """What of the run is not real, beside the link."""
-    if plan.model is not None:
+    if not plan.is_paced:
         return []
     said = [
         f"the engines: simulated, {PREFILL_PER_S:g} prompt and {DECODE_PER_S:g} answer tokens/s, saves and "
         f"restores at {SAVE_BYTES_PER_S / 1e9:g} GB/s; files and transfers are real"
     ]
+    said.append(f"the beginning: the first {WARM_UP_S / 60:g} modelled minutes are run and not counted")
     if plan.speed != 1 or plan.scale != 1:
         said.append(
             f"time and size: all runs {plan.speed:g} x as fast, states are 1/{plan.scale}, the link carries "

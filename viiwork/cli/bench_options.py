@@ -25,14 +25,18 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="with --lab: two nodes of its own; with --to HOST: this machine's node and the one there",
     )
     group.add_argument(
-        "--sessions", type=_sessions, default=(12, 16), metavar="N,...", help="agents (default: 12,16)"
+        "--sessions",
+        type=_sessions,
+        default=(16,),
+        metavar="N,...",
+        help="agents, such as 12,16 (default: 16)",
     )
     group.add_argument(
         "--minutes",
         type=_number(WORKLOAD_MINUTES_MAX),
         default=2.0,
         metavar="M",
-        help="of each run (default: 2; the published study ran 90)",
+        help="of each run, beside the time in which all begins (default: 2; the published study ran 90)",
     )
     group.add_argument("--seed", type=_seed, default=1, metavar="N", help="of all agents (default: 1)")
     group.add_argument(

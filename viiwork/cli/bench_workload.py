@@ -15,7 +15,7 @@ from viiwork.bench.listen import host_facts
 from viiwork.bench.net import check_lab
 from viiwork.bench.progress import BenchProgress
 from viiwork.bench.results import Phase, Results, read_results
-from viiwork.bench.workload import PUBLISHED_WARM, Plan, Told, run_at, run_lab_workload, shared_model
+from viiwork.bench.workload import PUBLISHED_WARM, Plan, Told, run_at, run_lab_workload, run_s, shared_model
 from viiwork.cli.bench_output import check_outputs, put_out, show
 from viiwork.cli.control import own_address_of
 from viiwork.config.model import ApiSection
@@ -70,7 +70,7 @@ class _Steps:
         self._progress = progress
         self._done = 0
         self._before = 0.0  # seconds of this run, as told last
-        progress.plan(n_settings * len(plan.sessions) * plan.runs * int(plan.minutes * 60))
+        progress.plan(n_settings * len(plan.sessions) * plan.runs * int(run_s(plan)))
 
     def told(self, told: Told) -> None:
         seconds = min(told.seconds, told.of_seconds)
@@ -91,6 +91,7 @@ def _plan(args: argparse.Namespace, model: Path | None) -> Plan:
         speed=args.speed,
         scale=args.scale,
         model=model,
+        is_paced=args.lab and model is None,
         **more,
     )
 

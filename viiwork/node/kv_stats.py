@@ -69,7 +69,7 @@ class Transfer:
             "path": self.path,
             "encrypted": self.encrypted,
             "compressed": self.wire_bytes < self.raw_bytes if self.wire_bytes else None,
-            "took_s": round(self.took_s, 4),
+            "took_s": round(self.took_s, 4) or None,
         }
         sizes = {
             "tokens": self.tokens,
@@ -80,9 +80,11 @@ class Transfer:
         }
         body |= {key: value for key, value in known.items() if value not in (None, "")}
         if not self.reason:
-            body |= {key: value for key, value in sizes.items() if value or key in ("tokens", "kept")}
+            always = "" if self.what == "import" else "kept"
+            body |= {key: value for key, value in sizes.items() if value or key == always}
             body |= {"mb_per_s": self.mb_per_s} if self.mb_per_s is not None else {}
-        return body | {f"{stage}_s": round(value, 4) for stage, value in self.stages_s.items()}
+        seconds = {f"{stage}_s": round(value, 4) for stage, value in self.stages_s.items()}
+        return body | {stage: value for stage, value in seconds.items() if value}
 
     @property
     def mb_per_s(self) -> float | None:
@@ -101,12 +103,11 @@ class Transfer:
 
 
 def stages_of(stages: Stages | None = None, **more: float) -> dict[str, float]:
-    """The stages a job went through, and those of control around it; what took no time is left out."""
-    found = {key: value for key, value in more.items() if value > 0}
+    """The stages a job went through, and those of control around it."""
     if stages is not None:
         known = msgspec.structs.asdict(stages).items()
-        found |= {key[:-2]: float(value) for key, value in known if value > 0 and key != "total_s"}
-    return found
+        more |= {key.removesuffix("_s"): float(value) for key, value in known if key != "total_s"}
+    return {stage: value for stage, value in more.items() if value > 0}
 
 
 @dataclass(slots=True)
