@@ -140,11 +140,24 @@ async def test_a_session_longer_than_the_slot_is_refused(kit: Any, workers: Any,
     assert await outcome(b.send(near, kit.send_job(path)), b.receive(far, grant)) == ["too_long", "too_long"]
 
 
-async def test_a_full_store_refuses_and_takes_the_next_that_fits(
+async def test_an_engine_with_another_cache_type_is_sent_nothing(
     kit: Any, workers: Any, save: Any, tmp_path: Path
 ) -> None:
     path, data = save
-    b = await workers("b", budget=len(data) * 9 // 10)
+    b = await workers("b")
+    quantised = kit.make_save(40, n_layer=8, type_=8, row=272)
+    grant = kit.grant_for(data, models=kit.grant_for(quantised).models)
+    near, far = kit.tcp_pair()
+    assert await outcome(b.send(near, kit.send_job(path)), b.receive(far, grant)) == ["layout", "layout"]
+    await assert_empty(b, tmp_path, "b")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+async def test_a_full_store_refuses_and_takes_the_next_that_fits(
+    kit: Any, workers: Any, save: Any, tmp_path: Path, share: float
+) -> None:
+    path, data = save
+    b = await workers("b", budget=int(len(data) * share))
     near, far = kit.tcp_pair()
     reasons = await outcome(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
     assert reasons == ["no_space", "no_space"]
