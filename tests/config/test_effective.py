@@ -88,6 +88,7 @@ CONFIGS = st.builds(
         dir=PATHS | st.just(""),
         memory=st.integers(1, 1 << 50).map(Bytes),
         min_tokens=COUNTS,
+        stall_share=st.floats(0.001, 1.0).map(lambda share: round(share, 4)),
         direct=TRI | st.lists(st.ip_addresses(v=4).map(str), max_size=3).map(tuple),
         encrypt=TRI,
     ),

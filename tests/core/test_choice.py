@@ -302,3 +302,55 @@ def test_a_prediction_falls_with_what_is_held_and_grows_with_prompt_and_distance
 
     assert changed(held_tokens=c.held_tokens + more) <= ms <= changed(rtt_ms=c.rtt_ms + rtt_ms)
     assert predictions(msgspec.structs.replace(q, n_tokens=q.n_tokens + more))[i][0] >= ms
+
+
+# -- what a replica is worth -----------------------------------------------------------------------
+def importing(ms_per_1k: float | None) -> Perf:
+    return Perf(100.0, 1000.0, 9, ms_per_1k)
+
+
+def test_a_replica_costs_what_its_node_says_restoring_takes():
+    held = host("b", perf=importing(200.0), held_tokens=900, held_where="replica")
+    assert prices(host("a"), held) == [1100, 100 + 100 + 180]
+
+
+def test_a_node_that_does_not_say_what_restoring_takes_is_guessed_between_nothing_and_reading():
+    held = host("b", perf=importing(None), held_tokens=900, held_where="replica")
+    (price,) = prices(held)
+    assert 200 < price < 1100
+
+
+def test_restoring_never_counts_for_more_than_reading():
+    held = host("b", perf=importing(9000.0), held_tokens=1000, held_where="replica")
+    assert prices(held) == [1100]
+
+
+def test_a_replica_longer_than_the_prompt_costs_no_more_than_the_prompt():
+    held = host("b", perf=importing(200.0), held_tokens=5000, held_where="replica")
+    assert prices(held) == [100 + 200]
+
+
+def test_what_lies_in_a_slot_or_in_ram_costs_nothing():
+    for where in ("slot", "ram"):
+        assert prices(host("b", perf=importing(200.0), held_tokens=1000, held_where=where)) == [100]
+
+
+def test_a_busy_home_hands_over_when_restoring_elsewhere_is_faster_than_its_wait_may_last():
+    home = host("b", free=0, perf=importing(100.0), held_tokens=1000, held_where="slot")
+    cheap = host("c", perf=importing(15.0), held_tokens=1000, held_where="replica")
+    assert chosen(home, cheap).node == "c"
+    dear = host("c", perf=importing(800.0), held_tokens=1000, held_where="replica")
+    held_out = chosen(home, dear, budget_ms=60_000.0)
+    assert (held_out.node, held_out.rule, held_out.hold_ms) == ("b", "hold", 800.0)
+
+
+def test_the_node_with_the_state_in_its_slot_comes_before_the_one_that_must_restore_it():
+    slot = host("b", perf=importing(500.0), held_tokens=1000, held_where="slot")
+    stored = host("c", perf=importing(500.0), held_tokens=1000, held_where="replica")
+    assert chosen(stored, slot).node == "b"
+
+
+def test_a_slow_node_with_a_replica_does_not_beat_a_fast_one_that_reads():
+    slow = Perf(200.0, 30_000.0, 9, 20_000.0)
+    stored = host("c", perf=slow, held_tokens=1000, held_where="replica")
+    assert chosen(host("a"), stored).node == "a"

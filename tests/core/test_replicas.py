@@ -9,13 +9,10 @@ from viiwork.core.capacity import KvIdentity, ModelCapacity
 from viiwork.core.replicas import (
     Replica,
     ReplicaTable,
-    is_newer,
     path_allowed,
     targets,
     warmth,
 )
-from viiwork.core.sessions import Binding
-from viiwork.core.slots import SlotRef
 
 IDENTITY = KvIdentity("fp", "4", "f16", "f16", False, 4096)
 KEY = ("s", "m")
@@ -79,13 +76,14 @@ def test_the_table_drops_the_oldest_session_beyond_its_limit():
     assert table.put(Replica("x", ("t", "m"), 1, 1, 1, "b")) == [replica(1)]
 
 
-def test_a_replica_is_imported_only_when_newer_than_what_a_slot_holds():
-    held = Binding("a", SlotRef("m/0", 0), 100, 5)
-    assert is_newer(replica(6), held)
-    assert not is_newer(replica(5), held)
-    assert is_newer(replica(1), Binding("b", None, 0, 9)), "no slot here holds the session"
-    assert is_newer(replica(1), None)
-    assert not is_newer(None, held)
+def test_a_replica_that_made_room_is_remembered_until_there_is_another():
+    table = ReplicaTable(8)
+    table.put(replica(1))
+    table.evicted("r1")
+    assert table.get(KEY) is None and table.was_evicted(KEY)
+    table.put(replica(2))
+    table.remove("r2")
+    assert not table.was_evicted(KEY), "it was used up, which is no eviction"
 
 
 @pytest.mark.parametrize("addr", ["127.0.0.2", "::1", "100.100.1.2", "fd7a:115c:a1e0::5", "::ffff:127.0.0.1"])

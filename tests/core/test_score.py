@@ -90,6 +90,15 @@ def test_a_score_is_worked_out_at_most_once_a_second():
     assert speeds.perf("m", 1.0) != first
 
 
+def test_what_restoring_costs_is_told_with_the_score():
+    speeds = speeds_of(*turns(0.2, 3.0, 1000, 2000, 3000))
+    assert speeds.perf("m", 0.0).import_ms_per_1k is None
+    speeds.imports("m", 123.4)
+    assert speeds.perf("m", 2.0).import_ms_per_1k == 120.0
+    speeds.imports("other", 5.0)
+    assert speeds.perf("other", 2.0) is None
+
+
 def test_of_a_busy_minute_the_newest_turns_count():
     slow, fast = turns(0.2, 9.0, 1000), turns(0.2, 1.0, 1000)
     speeds = speeds_of(*slow * SCORE_BUCKET_SAMPLES_MAX, *fast * SCORE_BUCKET_SAMPLES_MAX)

@@ -26,6 +26,8 @@ NEW_HELP = """\
 -cram, --cache-ram N                    set the maximum cache size in MiB
 -kvu,  --kv-unified, -no-kvu, --no-kv-unified
                                         use single unified KV buffer
+--cache-idle-slots, --no-cache-idle-slots
+                                        save and clear idle slots
 -lv,   --verbosity, --log-verbosity N   Set the verbosity threshold. Values:
                                          - 0: generic output
                                          - 1: error
@@ -71,8 +73,16 @@ def value(made: Command, flag: str) -> str:
     return made.argv[made.argv.index(flag) + 1]
 
 
+@pytest.mark.parametrize("arg", ["-kvu", "--kv-unified"])
+def test_an_engine_with_one_cache_for_all_slots_leaves_idle_slots_alone(weights: Path, arg: str):
+    argv = command(weights, args=(arg,)).argv
+    assert argv.index("--no-cache-idle-slots") < argv.index(arg)  # the operator's own word comes last
+    assert "--no-cache-idle-slots" not in command(weights).argv
+    assert "--no-cache-idle-slots" not in command(weights, flags=OLD, args=(arg,)).argv
+
+
 def test_help_tells_which_flags_a_build_knows() -> None:
-    assert EngineFlags(True, True, True, True, True, "--no-webui") == NEW
+    assert EngineFlags(True, True, True, True, True, "--no-webui", True) == NEW
     assert EngineFlags() == OLD
     assert EngineFlags.from_help("\x00 garbage --no-kv-unified-ish") == EngineFlags()
 

@@ -114,6 +114,16 @@ def test_split_model_is_all_its_shards(tmp_path: Path) -> None:
     assert model_fingerprint(files[0]) != before
 
 
+def test_a_shard_without_tensors_counts_by_its_header(tmp_path: Path) -> None:
+    first, *_ = files = split(tmp_path)
+    found = set()
+    for name in (b"a", b"b"):
+        named = struct.pack("<Q12sIQ1s", 12, b"general.name", 8, 1, name)
+        first.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + named)
+        found.add(model_fingerprint(files[0]))
+    assert len(found) == 2
+
+
 def test_shards_may_be_links_into_another_folder(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     for file in split(tmp_path, 2):

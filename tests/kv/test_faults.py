@@ -242,6 +242,44 @@ async def test_a_slow_receiver_slows_the_sender_and_nothing_else(kit: Any, worke
     await relay
 
 
+async def test_an_answer_is_waited_for_while_the_rest_still_leaves_this_machine(
+    kit: Any, workers: Any, tmp_path: Path
+) -> None:
+    """The sender's kernel takes all at once, and needs twice the silence allowed to get rid of it."""
+    path, data = tmp_path / "state.bin", kit.make_save(48, n_layer=8, row=256)
+    path.write_bytes(data)
+    a, b = await workers("a"), await workers("b")
+    near, near_mid = kit.tcp_pair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * len(data))
+    near_mid.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    far_mid, far = kit.tcp_pair()
+    for sock in (near_mid, far_mid):
+        sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+
+    async def slowly() -> None:
+        while piece := await loop.sock_recv(near_mid, len(data) // 40):
+            await loop.sock_sendall(far_mid, piece)
+            await asyncio.sleep(0.1)
+
+    async def back() -> None:
+        while piece := await loop.sock_recv(far_mid, 1 << 16):
+            await loop.sock_sendall(near_mid, piece)
+
+    pumps = [asyncio.create_task(slowly()), asyncio.create_task(back())]
+    try:
+        done = await asyncio.gather(
+            a.send(near, kit.send_job(path, silence_s=2.0)), b.receive(far, kit.grant_for(data))
+        )
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        near_mid.close()
+        far_mid.close()
+    assert done[0].stages.wait_s > 2.0
+
+
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 async def test_a_killed_worker_fails_its_jobs_and_another_one_takes_over(
     kit: Any, workers: Any, save: Any, tmp_path: Path, victim: str

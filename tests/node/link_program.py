@@ -28,9 +28,9 @@ from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_paths import KvPaths, LinkHost
-from viiwork.node.kv_push import session_digest
 from viiwork.node.kv_receive import Receiver
 from viiwork.node.kv_route import send_over
+from viiwork.node.kv_send import session_digest
 from viiwork.node.kv_stats import KvStats
 from viiwork.node.listeners import Listeners
 from viiwork.wire.channel import mesh_key

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from viiwork.config.model import KvShareSection, RoutingSection
-from viiwork.core.replicas import Replica, ReplicaTable
-from viiwork.core.sessions import Binding
-from viiwork.core.slots import SlotRef
-from viiwork.core.turn import Ask, Grant, Outcome, Usage
-from viiwork.engine.slots import RestoreDone, SaveDone, SlotView
+from viiwork.config.model import RoutingSection
+from viiwork.core.turn import Ask, Grant, Outcome
+from viiwork.engine.slots import Props, SaveDone, SlotView
 from viiwork.engine.views import BackendView
 from viiwork.errors import KvError
 from viiwork.node.dispatch import Dispatcher
-from viiwork.node.kv_import import Importer
 from viiwork.node.kv_layouts import EngineLayouts
-from viiwork.node.kv_push import EngineGates, KvPeers, Pusher
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_verdicts import Verdict
+from viiwork.wire.state import CacheShape, Plane, StateShape
 
 KEY = ("s", "m")
+PLANES = (Plane(1, 128),)
+DENSE = StateShape(
+    state_version=4,
+    ext=False,
+    caches=(CacheShape(name="base", n_rot_k=0, n_rot_v=0, k=PLANES, v=PLANES),),
+)
 
 
 def view(folder: Path, **changes: Any) -> BackendView:
@@ -61,6 +61,9 @@ class Client:
         self.saved: list[int] = []
         self.never: asyncio.Event | None = None
 
+    async def props(self) -> Props:
+        return Props(len(self.held), "b1", "/m.gguf", False, 512)
+
     async def slots(self, timeout_s: float = 1.0) -> list[SlotView]:
         return [SlotView(i, 512, False, None, n, None, None) for i, n in enumerate(self.held)]
 
@@ -71,28 +74,8 @@ class Client:
         return SaveDone(1, 10, 0.1)
 
 
-class Importing(Client):
-    """Restores what the worker rendered, and keeps the order of what it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    async def warm_up(self, slot: int, timeout_s: float) -> None:
-        self.asked.append(f"warm up {slot}")
-
-    async def restore(self, slot: int, filename: str, timeout_s: float) -> RestoreDone:
-        self.asked.append(f"restore {slot}")
-        return RestoreDone(100, 1000, 0.1)
-
-
-class Rendered:
-    total_bytes = 1000
-    n_tokens = 100
-
-
 class Info:
-    shape = "a shape"
+    shape = DENSE
     n_stream = 2
     v_trans = False
 
@@ -110,7 +93,7 @@ class Worker:
         self._fault()
         return Info()
 
-    async def render(self, *args: Any) -> None:
+    async def render(self, *args: Any, **options: Any) -> None:
         self._fault()
 
     async def drop(self, name: str) -> bool:
@@ -128,11 +111,24 @@ def dispatcher(n_slots: int = 2) -> Dispatcher:
     return d
 
 
-def layouts_of(worker: Worker, client: Client, d: Dispatcher) -> EngineLayouts:
-    async def fingerprint(model: str) -> bytes:
+class Facts:
+    async def of(self, model: str) -> bytes:
         return b"f" * 32
 
-    return EngineLayouts(worker, fingerprint, lambda url, n: client, d, again_s=0.001)  # type: ignore[arg-type]
+    async def swa_rows(self, model: str) -> int | None:
+        return 0
+
+
+class Tested:
+    """Says of every engine that its states are portable."""
+
+    async def get(self, key: str) -> Verdict | None:
+        return Verdict(word="portable")
+
+
+def layouts_of(worker: Worker, client: Client, d: Dispatcher) -> EngineLayouts:
+    made: Any = (worker, Facts(), Tested(), lambda url, n: client, d)
+    return EngineLayouts(*made, again_s=0.001)
 
 
 async def until(true: Callable[[], Any]) -> None:
@@ -214,80 +210,3 @@ async def test_a_probe_of_an_engine_that_is_gone_ends_and_gives_its_slot_back(tm
     await until(lambda: layouts.get("m/0"))
     known = layouts.get("m/0")
     assert known is not None and known.view.epoch == 2
-
-
-@pytest.mark.parametrize("reason", ["no_replica", "worker_died", "corrupt"])
-async def test_a_replica_that_could_not_be_imported_is_dropped(tmp_path: Path, reason: str):
-    d, worker, replicas = dispatcher(), Worker(), ReplicaTable(10)
-    layouts = layouts_of(worker, Client(), d)
-    layouts.changed(view(tmp_path))
-    await until(lambda: layouts.get("m/0"))
-    known = layouts.get("m/0")
-    assert known is not None
-    importer = Importer("a", d, replicas, layouts, worker, EngineGates(), KvStats())  # type: ignore[arg-type]
-    replicas.put(Replica("r", KEY, 100, 1000, 10**15, "b"))
-    worker.faults = [reason]
-    grant = await d.acquire(Ask("1", "m", session="s"))
-    await importer.prepare(grant)
-    assert replicas.get(KEY) is None
-    await until(lambda: worker.dropped == ["r"])
-    d.finish(grant, Outcome("done", 200))
-
-
-async def test_a_turn_that_must_stay_stops_a_push_that_is_under_way():
-    d = dispatcher()
-    started: list[int] = []
-    pusher = Pusher(
-        KvShareSection(min_tokens=1),
-        KvPeers("a", None, lambda name: None),  # type: ignore[arg-type]
-        d,
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        EngineGates(),
-        KvStats(),
-        None,  # type: ignore[arg-type]
-    )
-    never = asyncio.Event()
-
-    async def push_newest(key: tuple[str, str]) -> None:
-        started.append(1)
-        await never.wait()
-
-    push: Callable[[tuple[str, str]], Awaitable[None]] = push_newest
-    pusher._push_newest = push  # type: ignore[method-assign,assignment]
-    binding = Binding("a", SlotRef("m/0", 0), 100, 1)
-    pusher.turn_ended(KEY, binding)
-    pusher.withhold(KEY)  # before it began
-    assert not pusher._running
-    pusher.turn_ended(KEY, binding)
-    await until(lambda: started)
-    pusher.withhold(KEY)
-    pusher.turn_ended(KEY, binding)
-    await until(lambda: len(started) == 2)
-    never.set()
-    await until(lambda: not pusher._running)
-
-
-@pytest.mark.parametrize("ram_tokens, asked", [(10_000, ["warm up 0", "restore 0"]), (0, ["restore 0"])])
-async def test_a_restore_first_lets_the_engine_save_what_the_slot_holds(
-    tmp_path: Path, ram_tokens: int, asked: list[str]
-):
-    d, worker, client, replicas = dispatcher(n_slots=1), Worker(), Importing(), ReplicaTable(10)
-
-    async def render(*args: Any) -> Rendered:
-        return Rendered()
-
-    worker.render = render  # type: ignore[method-assign, assignment]
-    d.sessions.ram_cache("m/0", ram_tokens)
-    layouts = layouts_of(worker, client, d)
-    layouts.changed(view(tmp_path))
-    await until(lambda: layouts.get("m/0"))
-    importer = Importer("a", d, replicas, layouts, worker, EngineGates(), KvStats())  # type: ignore[arg-type]
-    other = await d.acquire(Ask("1", "m", session="other"))
-    d.finish(other, Outcome("done", 200, usage=Usage(0, 500, 1)))
-    replicas.put(Replica("r", KEY, 100, 1000, 10**15, "b"))
-    grant = await d.acquire(Ask("2", "m", session="s"))
-    await importer.prepare(grant)
-    assert client.asked == asked
-    d.finish(grant, Outcome("done", 200))
-    await importer.stop()

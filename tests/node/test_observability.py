@@ -120,7 +120,11 @@ async def test_a_forwarded_request_is_seen_counted_and_logged_on_both_nodes(
     assert executor["viiwork_model_slots", "m"] == 2
     assert executor["viiwork_backend_state", "m/0", "healthy"] == 1
     assert entry["viiwork_mesh_members", "alive"] == 1 and ("viiwork_peer_rtt_seconds", "b") in entry
-    assert executor["viiwork_kv_share_enabled",] == 1
+    assert executor["viiwork_kv_share_active",] == 1
+    assert executor["viiwork_kv_share_worker_up",] == 1
+    assert entry["viiwork_sessions_turns_total",] == 1 and entry["viiwork_dispatch_forwards",] == 0
+    for wrong in ("at_unix_s", "pid", "uptime_s_total"):
+        assert not [name for name, *_ in executor if name.endswith(wrong)]
 
     for node, where in ((a, "node=b "), (b, "backend=m/0 ")):
         (line,) = [line for line in node.log.splitlines() if "request.done" in line]

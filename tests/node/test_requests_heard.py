@@ -14,7 +14,7 @@ from viiwork.errors import QueueTimeout
 from viiwork.limits import METRIC_WORDS_MAX, REQUEST_LINES_PER_S
 from viiwork.mesh.values import Member
 from viiwork.node.activity import NodeActivity
-from viiwork.node.metrics import NodeCollector, RequestCounts
+from viiwork.node.metrics import Block, NodeCollector, RequestCounts
 from viiwork.node.request_log import RequestLog
 from viiwork.node.requests import RequestListeners
 
@@ -99,7 +99,10 @@ def scraped(counts: RequestCounts, **blocks) -> dict[str, list]:
         backends=list,
         members=lambda: [Member("b", "10.0.0.2", 1, 2, "suspect")],
         peers=lambda: {"b": peer},
-        blocks={name: (lambda value=value: value) for name, value in blocks.items()},
+        blocks={
+            name: Block(lambda value=value: value, frozenset({"open", "hit_rate"}))
+            for name, value in blocks.items()
+        },
         clock=lambda: 100.0,
     )
     registry = CollectorRegistry(auto_describe=False)
@@ -138,16 +141,21 @@ def test_blocks_of_the_status_are_shown_as_far_as_they_are_numbers_and_words():
         sessions={
             "open": 3,
             "hit_rate": 0.5,
+            "turns": 7,
             "unknown": None,
             "text": "x",
-            "moves": {"nodes": 1, "slots": 2},
+            "moves": {"nodes": 1, "slots": 2, "not a word": 1},
+            "many": many,
             "Bad-Name": 1,
         },
-        kv_share={"enabled": True, "sent": {"done": 2, "failed": many | {"not a word": 1}}, "last": [{}]},
     )
     assert found["viiwork_sessions_open"][0].value == 3 and found["viiwork_sessions_hit_rate"][0].value == 0.5
     assert {s.labels["kind"]: s.value for s in found["viiwork_sessions_moves"]} == {"nodes": 1, "slots": 2}
-    assert found["viiwork_kv_share_enabled"][0].value == 1
-    assert found["viiwork_kv_share_sent"][0].labels == {"kind": "done"}
-    assert len(found["viiwork_kv_share_sent_failed"]) == METRIC_WORDS_MAX
+    assert len(found["viiwork_sessions_many"]) == METRIC_WORDS_MAX
     assert not {name for name in found if "unknown" in name or "text" in name or "bad" in name.lower()}
+
+
+def test_what_only_grows_is_a_counter_and_what_goes_up_and_down_a_gauge():
+    found = scraped(RequestCounts(), sessions={"open": 3, "turns": 7, "moves": {"nodes": 1}})
+    names = {sample.name for samples in found.values() for sample in samples}
+    assert {"viiwork_sessions_open", "viiwork_sessions_turns_total", "viiwork_sessions_moves_total"} <= names

@@ -258,6 +258,14 @@ async def test_only_a_conversation_that_came_back_or_has_a_key_is_expected_again
     assert node.d.book.is_lasting(keyed.ask)
 
 
+async def test_a_conversation_that_a_peer_holds_is_expected_again_when_it_moves_here():
+    node, session, tip = Node(), "12" * 16, links("a").links[-1]
+    node.peer("b")
+    node.d.book.reported("b", (Holding(session, "m", tip, "", 640, "slot", 50, "m/0"),), node.now)
+    moved = await node.turn(node.ask("a", "1", "2", session=session, forwarded_by="b"))
+    assert node.d.book.is_lasting(moved.ask)
+
+
 async def test_the_newest_holdings_are_told_and_no_more_than_the_limit():
     node = Node(slots=1)
     node.d.sessions.ram_cache("m/0", 10**9)

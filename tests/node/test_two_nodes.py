@@ -62,6 +62,12 @@ async def until_received(http: aiohttp.ClientSession, node: NodeProcess, before:
     await node.until(http, "given the state", lambda s: s["kv_share"]["received"]["done"] > before, 20)
 
 
+async def until_pushed(http: aiohttp.ClientSession, *nodes: NodeProcess) -> None:
+    """No state of earlier turns is on its way any more."""
+    for node in nodes:
+        await node.until(http, "done pushing", lambda s: s["kv_share"]["pushing"] == 0, 20)
+
+
 def reused_share(answer: dict[str, Any]) -> float:
     timings = answer["timings"]
     return timings["cache_n"] / (timings["cache_n"] + timings["prompt_n"])
@@ -158,6 +164,7 @@ async def test_a_session_stays_on_its_slot_and_finds_its_prompt_there(
 
 async def test_a_warm_turn_gives_the_tokens_of_the_turn_run_at_home(pair: Pair, http: aiohttp.ClientSession):
     a, b = pair
+    await until_pushed(http, a, b)
     before = (await b.status(http))["kv_share"]
     messages, session = opening(400), uuid.uuid4().hex
     first = await chat(http, a, messages, session)
@@ -181,6 +188,7 @@ async def test_a_session_that_comes_back_finds_what_it_said_elsewhere(
     a, b = pair
     messages, session = opening(), uuid.uuid4().hex
     for node, other in ((a, b), (b, a), (a, b)):
+        await until_pushed(http, a, b)
         before = (await other.status(http))["kv_share"]["received"]["done"]
         answer = await chat(http, node, messages, session)
         assert answer["node"] == node.name
@@ -192,6 +200,7 @@ async def test_a_session_that_comes_back_finds_what_it_said_elsewhere(
 
 async def test_a_session_that_must_not_be_shared_stays_where_it_is(pair: Pair, http: aiohttp.ClientSession):
     a, b = pair
+    await until_pushed(http, a, b)
     before = (await b.status(http))["kv_share"]["received"]["done"]
     await chat(http, a, opening(), uuid.uuid4().hex, headers={"X-Viiwork-Kv-Share": "off"})
     shared = uuid.uuid4().hex

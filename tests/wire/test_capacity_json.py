@@ -143,6 +143,8 @@ def test_null_models_are_no_models():
         {"node": "n" * 65},
         {"node": "müller"},
         {"kv": 5},
+        {"import_ms_per_1k": -1},
+        {"import_ms_per_1k": "fast"},
         {"kv": {"model_fp": "x"}},
     ],
 )
@@ -229,6 +231,15 @@ def test_a_nodes_measured_speed_comes_through():
     model = ModelCapacity("m", slots=1, backends=1, healthy_backends=1, perf=Perf(120.0, 850.0, 9))
     report = CapacityReport("a", "1", (model,), aliases="beef")
     assert decode_report(encode_report(report)) == report
+
+
+@pytest.mark.parametrize("cost_ms", [None, 0.0, 75.0])
+def test_what_restoring_costs_comes_through_or_is_not_told(cost_ms: float | None):
+    perf = Perf(120.0, 850.0, 9, cost_ms)
+    model = ModelCapacity("m", slots=1, backends=1, healthy_backends=1, perf=perf)
+    report = CapacityReport("a", "1", (model,))
+    assert decode_report(encode_report(report)) == report
+    assert (b"import_ms_per_1k" in encode_report(report)) == (cost_ms is not None)
 
 
 @pytest.mark.parametrize("speed", ['"ttft_overhead_ms":5', '"ttft_overhead_ms":5,"prefill_ms_per_1k":0'])

@@ -46,6 +46,16 @@ class Requests(Protocol):
         ...
 
 
+class Prompts(Protocol):
+    """Sees the bodies of requests while these look for a place or have one."""
+
+    def put(self, request_id: str, path: str, body: bytes) -> None:
+        """Borrow a body until `forget`; it must not be kept beyond that."""
+        ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
 class Origins(Protocol):
     """Proof of who sent a request."""
 
@@ -116,6 +126,14 @@ class Parking(Protocol):
         ...
 
 
+class BenchEnds(Protocol):
+    """Makes this machine the other end of a measurement."""
+
+    async def begin(self) -> int:
+        """The port at which one host is awaited now. Raises `BenchError`."""
+        ...
+
+
 class External(Protocol):
     """What a request to a server that somebody else runs needs beside its address."""
 
@@ -159,6 +177,22 @@ class Links(Protocol):
         self, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str, local_ip: str
     ) -> bytes:
         """Prove which node was reached at `local_ip`."""
+        ...
+
+
+class Pulls(Protocol):
+    """Sends sessions' states to peers that ask for them."""
+
+    async def pulled(self, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str) -> bytes:
+        """The answer when the state has arrived there; raises Unauthorized, Forbidden, RequestError."""
+        ...
+
+
+class KvFacts(Protocol):
+    """The states this node holds."""
+
+    def listing(self) -> dict[str, Any]:
+        """Body of `/v1/kv`: bounded lists of sessions, replicas and links, and how many `more` there are."""
         ...
 
 

@@ -135,6 +135,7 @@ class KvShareSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     encrypt: Tri = Tri("auto")
     plain: tuple[str, ...] = ()
     compress: Tri = Tri("auto")
+    stall_share: float = 0.05
     open: bool = False
 
 

@@ -41,6 +41,7 @@ class Perf:
     overhead_ms: float  # time to first token that does not depend on the prompt's length
     prefill_ms_per_1k: float  # more for every thousand tokens that are read anew; above 0
     samples: int = 0
+    import_ms_per_1k: float | None = None  # restoring a replica, a thousand tokens; None = does not say
 
 
 @dataclass(frozen=True, slots=True)

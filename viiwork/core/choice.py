@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from viiwork.core.affinity import score, session_number
 from viiwork.core.capacity import Perf
-from viiwork.limits import BAND_DEFAULT, EXPLORE_DEFAULT, HOLD_MIN_MS
+from viiwork.limits import BAND_DEFAULT, EXPLORE_DEFAULT, HOLD_MIN_MS, IMPORT_GUESS_SHARE
 
 State = Literal[
     "",  # may run the request while it has room
@@ -127,10 +127,19 @@ def predictions(q: Question, able: Sequence[Candidate] | None = None) -> list[Pr
     for c in candidates:
         perf, unread = c.perf, n_tokens - c.held_tokens
         ms = (perf.overhead_ms if perf is not None else overhead) + c.rtt_ms
+        read_ms = perf.prefill_ms_per_1k if perf is not None else rate
         if unread > 0:
-            ms += unread * (perf.prefill_ms_per_1k if perf is not None else rate) / 1000
+            ms += unread * read_ms / 1000
+        if c.held_where == "replica":
+            ms += min(c.held_tokens, n_tokens) * _import_ms(perf, read_ms) / 1000
         priced.append((ms if ms > 1.0 else 1.0, c))
     return priced
+
+
+def _import_ms(perf: Perf | None, read_ms: float) -> float:
+    """Restoring a thousand tokens, where that pays; a node that does not tell is given a share of reading."""
+    told = perf.import_ms_per_1k if perf is not None else None
+    return min(told, read_ms) if told is not None else read_ms * IMPORT_GUESS_SHARE
 
 
 def _pinned(q: Question) -> Choice:

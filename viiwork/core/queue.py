@@ -36,6 +36,10 @@ class WaitQueue:
     def depth(self, model: str) -> int:
         return len(self._queues.get(model, ()))
 
+    def asks(self, model: str) -> Iterator[Ask]:
+        """What waits for the model."""
+        return (waiter.ask for waiter in self._queues.get(model, ()))
+
     def enter(
         self, ask: Ask, now: float, wait_s: float, earlier_s: float = 0.0, arrived_at: float | None = None
     ) -> Waiter:

@@ -10,7 +10,9 @@ from typing import Literal
 from viiwork.core.addresses import is_private_path
 from viiwork.core.affinity import rendezvous
 from viiwork.core.capacity import KvIdentity, ModelCapacity
-from viiwork.core.sessions import Binding, SessionKey
+from viiwork.core.sessions import SessionKey
+from viiwork.core.slot_states import Kept
+from viiwork.limits import KV_EVICTED_MAX
 
 Warmth = Literal["warm", "partly", "cold"]
 
@@ -30,6 +32,7 @@ class Replica:
     source: str
     tip: str = ""  # last link of the turn that made it
     scope: str = ""  # `holdings.scope_of` its client's key
+    kept: tuple[Kept, ...] = ()  # generations whose leading rows are the same, as its source said
 
 
 class ReplicaTable:
@@ -38,6 +41,7 @@ class ReplicaTable:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._replicas: OrderedDict[SessionKey, Replica] = OrderedDict()
+        self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
         self.revision = 0  # grows with every change
 
     def __len__(self) -> int:
@@ -59,12 +63,26 @@ class ReplicaTable:
         if known is not None and known.generation > replica.generation:
             return [replica]
         self.revision += 1
+        self._evicted.pop(replica.key, None)
         self._replicas[replica.key] = replica
         self._replicas.move_to_end(replica.key)
         dropped = [known] if known is not None and known.name != replica.name else []
         while len(self._replicas) > self._limit:
             dropped.append(self._replicas.popitem(last=False)[1])
+            self._note_evicted(dropped[-1].key)
         return dropped
+
+    def evicted(self, name: str) -> None:
+        """The worker has dropped this replica to make room."""
+        for replica in self._replicas.values():
+            if replica.name == name:
+                self._note_evicted(replica.key)
+                break
+        self.remove(name)
+
+    def was_evicted(self, key: SessionKey) -> bool:
+        """Did the session's replica make room for others, with none since?"""
+        return key in self._evicted
 
     def remove(self, name: str) -> None:
         """Forget the replica of this name, if it is the one in the table."""
@@ -77,6 +95,11 @@ class ReplicaTable:
     def clear(self) -> None:
         self._replicas.clear()
         self.revision += 1
+
+    def _note_evicted(self, key: SessionKey) -> None:
+        self._evicted[key] = None
+        if len(self._evicted) > KV_EVICTED_MAX:
+            self._evicted.popitem(last=False)
 
 
 def targets(
@@ -96,13 +119,6 @@ def targets(
         if entry.name == model and entry.kv is not None and entry.kv.matches(own) and entry.kv.fits(n_tokens)
     ]
     return rendezvous(session, able)[:n_replicas]
-
-
-def is_newer(replica: Replica | None, binding: Binding | None) -> bool:
-    """Should the replica be restored before the session's next turn runs in a slot of this node?"""
-    if replica is None:
-        return False
-    return binding is None or binding.ref is None or replica.generation > binding.generation
 
 
 def path_allowed(addr: str, *, secured: bool, open_lan: bool) -> str:

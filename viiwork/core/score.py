@@ -8,7 +8,7 @@ minutes count; a baseline from before them steadies the figure while they are fe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from viiwork.core.capacity import Perf
@@ -67,6 +67,7 @@ class _Model:
     perf: Perf | None = None
     looked_at: float = -math.inf
     is_new: bool = True  # samples came since
+    import_ms_per_1k: float | None = None
 
 
 class Speeds:
@@ -98,6 +99,12 @@ class Speeds:
         known.buckets[-1].add((ttft_s * 1000, n_prefilled / 1000))
         known.is_new = True
 
+    def imports(self, model: str, ms_per_1k: float) -> None:
+        """What restoring a thousand tokens of a replica takes here."""
+        known = self._models.get(model)
+        if known is not None and (rounded := _rounded(ms_per_1k)) != known.import_ms_per_1k:
+            known.import_ms_per_1k, known.is_new = rounded, True
+
     def perf(self, model: str, now: float) -> Perf | None:
         """The score as it is published; worked out anew at most once in `SCORE_REFRESH_S`."""
         known = self._models.get(model)
@@ -107,7 +114,9 @@ class Speeds:
         expired = bool(known.buckets) and known.buckets[0].minute < oldest
         if (known.is_new or expired) and now - known.looked_at >= SCORE_REFRESH_S:
             known.buckets = [b for b in known.buckets if b.minute >= oldest]
-            known.perf, known.baseline = _score([s for b in known.buckets for s in b.samples], known.baseline)
+            samples = [s for b in known.buckets for s in b.samples]
+            perf, known.baseline = _score(samples, known.baseline)
+            known.perf = replace(perf, import_ms_per_1k=known.import_ms_per_1k) if perf is not None else None
             known.looked_at, known.is_new = now, False
         return known.perf
 

@@ -177,6 +177,11 @@ class SessionTable:
             self._occupant[ref] = key
             self._store(key, replace(self._bindings[key], ref=ref, ram=""))
 
+    def is_from_ram(self, ref: SlotRef, key: SessionKey) -> bool:
+        """Is the engine expected to fetch the session from its RAM cache for the turn that starts there?"""
+        fetched = self._from_ram.get(ref)
+        return fetched is not None and fetched[0] == key
+
     def replaces(self, ref: SlotRef) -> bool:
         """Is what the slot held before this turn expected in RAM? The engine copies it when a request for
         another prompt starts there, and not when a replica is restored.

@@ -108,10 +108,12 @@ class SlotTable:
         return backend is not None and backend.routable and ref.slot < backend.n_slots
 
     def is_free(self, ref: SlotRef) -> bool:
-        if not self.is_routable(ref):
-            return False
-        backend = self._backends[ref.backend]
-        return ref.slot in backend.idle and backend.room > 0
+        return self.is_routable(ref) and self.is_idle(ref)
+
+    def is_idle(self, ref: SlotRef) -> bool:
+        """Does nobody hold it, whether or not its backend takes requests?"""
+        backend = self._backends.get(ref.backend)
+        return backend is not None and ref.slot in backend.idle and backend.room > 0
 
     def in_flight(self, backend: str) -> int:
         """Leases open on a backend."""
@@ -133,9 +135,9 @@ class SlotTable:
 
     # -- leases --------------------------------------------------------------------------------------
     def lease(self, ref: SlotRef) -> int:
-        """Take a free slot; the returned number, never 0, gives it back. ValueError when it is not free."""
-        if not self.is_free(ref):
-            raise ValueError(f"slot {ref.slot} of {ref.backend} is not free")
+        """Take an idle slot; the returned number, never 0, gives it back. ValueError when it is not idle."""
+        if not self.is_idle(ref):
+            raise ValueError(f"slot {ref.slot} of {ref.backend} is not idle")
         self._next += 1
         backend = self._backends[ref.backend]
         backend.leases[ref.slot] = self._next

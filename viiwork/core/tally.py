@@ -13,17 +13,18 @@ OTHER = "other"  # stands for the models beyond the limit
 
 
 class Histogram:
-    """Times in seconds, counted by the bounds above."""
+    """Values counted by their upper bounds, times in seconds unless others are given."""
 
-    __slots__ = ("counts", "sum_s")
+    __slots__ = ("bounds", "counts", "total")
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.sum_s = 0.0
+    def __init__(self, bounds: tuple[float, ...] = BOUNDS_S) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 class ModelTally:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Shared:
     in_flight: Callable[[str], int]
     occupied: Callable[[str], bool]  # a save or restore of kv_share stops the engine now
     on_change: Callable[[BackendView], None]
+    before_end: Callable[[str], Awaitable[None]] | None  # a backend has drained; its engine still runs
     card_pids: CardPids | None
 
 
@@ -114,7 +115,12 @@ class Backend:
         self._ladder.retire()
         self.feed(ev.Tick())  # whoever waits for it to load need not any more
         self._publish()
+        until = time.monotonic() + self._rules.respawn_grace_s
         await drained(self.id, self._shared.in_flight, self._rules)
+        if self._shared.before_end is not None and self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(until - time.monotonic(), 0.0)):
+                    await self._shared.before_end(self.id)
         await self.stop(self._rules.stop_grace_s)
 
     async def stop(self, timeout_s: float) -> None:

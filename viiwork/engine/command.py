@@ -45,6 +45,7 @@ class EngineFlags:
     flash_attn_value: bool = False  # takes on|off|auto; older builds know a bare switch
     load_mode: bool = False  # replaced --no-mmap
     no_webui: str = ""  # the spelling it knows
+    no_cache_idle_slots: bool = False
 
     @classmethod
     def from_help(cls, text: str) -> EngineFlags:
@@ -55,6 +56,7 @@ class EngineFlags:
             log_levels=bool(re.search(r"^\s*-?\s*0\s*[:=-]", verbosity, re.MULTILINE)),
             no_kv_unified="--no-kv-unified" in known,
             cache_ram="--cache-ram" in known,
+            no_cache_idle_slots="--no-cache-idle-slots" in known,
             flash_attn_value=bool(
                 re.search(r"--flash-attn[ ,]+\S*(on\b|auto)", _section(text, "--flash-attn"))
             ),
@@ -67,6 +69,7 @@ EMBEDDED_FLAGS = EngineFlags(
     log_levels=True,
     no_kv_unified=True,
     cache_ram=True,
+    no_cache_idle_slots=True,
     flash_attn_value=True,
     load_mode=True,
     no_webui="--no-webui",
@@ -124,6 +127,10 @@ def llamacpp_command(
     argv += ["--n-gpu-layers", "-1" if gpus else "0", "--slots", "--metrics"]
     if flags.no_kv_unified:
         argv.append("--no-kv-unified")  # one stream a slot: a slot's save-file then holds nobody else's cells
+    if flags.no_cache_idle_slots and not {"-kvu", "--kv-unified"}.isdisjoint(model.args):
+        # Such an engine clears its idle slots whenever a request begins: nothing would be left to save, and
+        # what was restored could be gone before its turn.
+        argv.append("--no-cache-idle-slots")
     if flags.no_webui:
         argv.append(flags.no_webui)
     argv += ["--log-verbosity", "1"] if flags.log_levels else ["--log-disable"]

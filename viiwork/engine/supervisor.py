@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -61,11 +61,16 @@ class Supervisor:
         on_change: Callable[[BackendView], None],
         occupied: Callable[[str], bool] = lambda backend: False,
         on_gone: Callable[[str, str], None] = lambda backend, model: None,
+        before_end: Callable[[str], Awaitable[None]] | None = None,
         api_keys: Mapping[str, str] | None = None,
         pace: Pace | None = None,
         rules: Rules | None = None,
     ) -> None:
-        """`api_keys` holds those of external servers by the environment variable that `api_key_env` names."""
+        """`api_keys` holds those of external servers by the environment variable that `api_key_env` names.
+
+        `before_end` is awaited when a backend that is wanted no more has drained and its engine still runs,
+        for no longer than the rest of the grace.
+        """
         self._models = {model.name: model for model in models}
         self._parked: set[str] = set()
         self._health = health
@@ -76,6 +81,7 @@ class Supervisor:
         self._occupied = occupied
         self._on_change = on_change
         self._on_gone = on_gone
+        self._before_end = before_end
         self._pace = pace or Pace(probe_s=health.interval, probe_timeout_s=health.timeout)
         self._rules = rules or Rules(
             max_failures=health.max_failures,
@@ -111,6 +117,7 @@ class Supervisor:
             in_flight=self._in_flight,
             occupied=self._occupied,
             on_change=self._on_change,
+            before_end=self._before_end,
             card_pids=card_pids,
         )
         self._reconcile()

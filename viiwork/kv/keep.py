@@ -51,4 +51,4 @@ def keep_state(job: KeepJob, store: ReplicaStore, cancel: Cancel) -> ReceiveDone
             incoming.close()
     stages.total_s = time.monotonic() - started
     dropped = (*incoming.evicted, *([replaced] if replaced else []))
-    return done_of(manifest, keep, raw_bytes, 0, dropped, stages)
+    return done_of(manifest, keep, raw_bytes, 0, dropped, stages, offer.known)

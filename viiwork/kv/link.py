@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import errno
+import fcntl
 import os
 import select
 import socket
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -180,10 +183,29 @@ class Link:
         self._cancel.check()
         data = bytearray(HEADER_BYTES)
         with link_errors():
+            self._until_it_arrived()
             recv_exact(self._fd, data, self._silence_ms, self._deadline)
         header = read_header(data, self._expect_seq)
         self._expect_seq += 1
         return header
+
+    def _until_it_arrived(self) -> None:
+        """Wait as long as the kernel still gets rid of what we sent: on a slow link that takes a while.
+
+        The peer cannot answer before it has all of it, so its silence begins only then.
+        """
+        left = self._unacknowledged()
+        while left and not self._poll.poll(self._silence_ms):
+            before, left = left, self._unacknowledged()
+            if left == before or time.monotonic() > self._deadline:
+                return  # for the receive to say so
+
+    def _unacknowledged(self) -> int:
+        """Bytes of ours in the kernel that the peer's has not taken yet."""
+        left = array.array("i", [0])
+        with suppress(OSError):
+            fcntl.ioctl(self._fd, termios.TIOCOUTQ, left)
+        return left[0]
 
     def recv_body(self, header: Header, into: bytearray | memoryview) -> memoryview:
         """Payload and tag, into the front of `into`."""

@@ -23,6 +23,7 @@ from viiwork.wire.groups import Piece
 from viiwork.wire.replica import (
     Have,
     Manifest,
+    Mark,
     Offer,
     pack_message,
     replica_name,
@@ -75,11 +76,17 @@ def receive_state(
         link.close()
     stages.total_s = time.monotonic() - started
     dropped = (*incoming.evicted, *([replaced] if replaced else []))
-    return done_of(manifest, incoming.keep, raw_bytes, link.received_bytes, dropped, stages)
+    return done_of(manifest, incoming.keep, raw_bytes, link.received_bytes, dropped, stages, offer.known)
 
 
 def done_of(
-    manifest: Manifest, kept: int, raw_bytes: int, wire_bytes: int, dropped: tuple[str, ...], stages: Stages
+    manifest: Manifest,
+    kept: int,
+    raw_bytes: int,
+    wire_bytes: int,
+    dropped: tuple[str, ...],
+    stages: Stages,
+    known: tuple[Mark, ...],
 ) -> ReceiveDone:
     n = manifest.n_tokens
     rows = sum(
@@ -99,6 +106,7 @@ def done_of(
         wire_bytes=wire_bytes,
         dropped=dropped,
         stages=stages,
+        known=known,
     )
 
 

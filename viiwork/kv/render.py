@@ -26,7 +26,7 @@ from viiwork.native.rows import scatter, transpose
 from viiwork.wire.checkpoint import check_checkpoint
 from viiwork.wire.groups import DIGEST_BYTES, groups_of
 from viiwork.wire.plan import BlobBytes, BlobTurned, Bytes, Part, StoreRows, StoreStrips, plan_bytes
-from viiwork.wire.rendering import Stored, StoredRows, longest, render_plan
+from viiwork.wire.rendering import Stored, StoredRows, most_useful, render_plan
 from viiwork.wire.replica import Manifest
 from viiwork.wire.state import Checkpoint, Segment, segments_of
 
@@ -38,7 +38,7 @@ def render(replica: Opened, job: RenderJob, cancel: Cancel) -> RenderDone:
     started = time.monotonic()
     manifest = replica.manifest
     stored = _stored(replica)
-    n = longest(stored, job.target, job.at_most or manifest.n_tokens)
+    n = most_useful(stored, job.target, job.at_most or manifest.n_tokens)
     if n == 0:
         raise SaveFileError("not_held", "no state this engine could take is held of these tokens")
     plan = render_plan(stored, manifest.tokens, job.target, n)

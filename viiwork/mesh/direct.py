@@ -83,11 +83,18 @@ class DirectClient:
             raise MeshError(f"{where} does not prove to be {member.name!r}")
         return answered.rtt_s
 
-    async def _ask(self, addr: str, port: int, source: str, target: str, body: bytes) -> _Answered:
+    async def ask(self, member: Member, target: str, body: bytes, limit_s: float) -> bytes:
+        """A signed question at the member's mesh address, and its answer. Raises `MeshError`."""
+        source = self._client.source_ip
+        return (await self._ask(member.addr, member.api_port, source, target, body, limit_s)).body
+
+    async def _ask(
+        self, addr: str, port: int, source: str, target: str, body: bytes, limit_s: float = LINK_PROBE_S
+    ) -> _Answered:
         headers = {"Connection": "close", **self._client.sign("POST", target, body)}
         request = http_request(addr, port, target, headers, body)
         try:
-            async with asyncio.timeout(LINK_PROBE_S):
+            async with asyncio.timeout(limit_s):
                 begun = time.perf_counter()
                 sock = await connected(addr, port, source)
                 try:
@@ -98,7 +105,7 @@ class DirectClient:
                     sock.close()
         except TimeoutError as error:
             where = host_port(addr, port)
-            raise MeshError(f"no answer from {where} within {LINK_PROBE_S:g} s") from error
+            raise MeshError(f"no answer from {where} within {limit_s:g} s") from error
         except OSError as error:
             raise MeshError(f"{host_port(addr, port)}: {one_line(str(error))}") from error
         return _Answered(answer, rtt_s)

@@ -58,6 +58,7 @@ class Backends:
         if self._epochs.get(view.id) != view.epoch:
             self._epochs[view.id] = view.epoch
             self._dispatcher.sessions.engine_restarted(view.id)
+            self._kv.engine_restarted(view.id)
             self._told.discard(view.id)
             self._dispatcher.sessions.ram_cache(view.id, self._ram_tokens(view))
         if view.status == "healthy" and view.id not in self._told:

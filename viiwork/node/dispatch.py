@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from viiwork.config.model import RoutingSection
 from viiwork.core.capacity import Perf
@@ -59,6 +60,15 @@ def policy_of(routing: RoutingSection) -> Policy:
 OUT_OF_TIME_S = 1e9  # waited for longer than any budget: nothing is held out for
 
 
+@dataclass(slots=True)
+class _Saving:
+    """A slot that kv_share holds for its own work."""
+
+    ref: SlotRef
+    done: asyncio.Event  # set when it is given back
+    n_waiting: int = 0  # requests of its own session
+
+
 class Dispatcher:
     """Implements `api.ports.Dispatcher`."""
 
@@ -99,7 +109,7 @@ class Dispatcher:
         self._draw = draw
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
         self._tries = Tries()
-        self._saving: dict[int, tuple[SlotRef, asyncio.Event]] = {}  # kv_share's leases; set when given back
+        self._saving: dict[int, _Saving] = {}  # by lease
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
         self._left: dict[str, float] = {}  # peers that took their leave, and when
         self._before: dict[int, Binding] = {}  # lease -> where the session was when its turn began
@@ -201,12 +211,23 @@ class Dispatcher:
         return self.speeds.perf(model, self._clock()) if self.policy.performance else None
 
     def take_idle_slot(self, ref: SlotRef) -> int | None:
-        """Lease a slot for kv_share's own work, if nobody holds it."""
-        if not self.slots.is_free(ref):
+        """Lease a slot for kv_share's own work, if nobody holds it; also of a backend that drains."""
+        if not self.slots.is_idle(ref):
             return None
         lease = self.slots.lease(ref)
-        self._saving[lease] = ref, asyncio.Event()
+        self._saving[lease] = _Saving(ref, asyncio.Event())
         return lease
+
+    def is_at_rest(self, ref: SlotRef) -> bool:
+        """Does no request run in the slot? A save of kv_share may."""
+        return self.slots.is_free(ref) or any(saving.ref == ref for saving in self._saving.values())
+
+    def is_wanted(self, ref: SlotRef, model: str) -> bool:
+        """Does a request wait that could run in the slot, or for such a lease on it to end?"""
+        waiting = self.queue.asks(model) if self.slots.is_routable(ref) else ()
+        if any(ask.pin in (None, self._me) for ask in waiting):
+            return True
+        return any(saving.ref == ref and saving.n_waiting > 0 for saving in self._saving.values())
 
     def running(self) -> Iterator[Running]:
         """The requests in slots of this node."""
@@ -240,8 +261,7 @@ class Dispatcher:
     def give_back(self, lease: int) -> None:
         """End such a lease; once."""
         self.slots.release(lease)
-        _, done = self._saving.pop(lease)
-        done.set()
+        self._saving.pop(lease).done.set()
         self.wake()
 
     def wake(self) -> None:
@@ -353,11 +373,15 @@ class Dispatcher:
         binding = self.sessions.get((ask.session, ask.model)) if ask.session is not None else None
         if binding is None or binding.ref is None or not ask.needs_slot:
             return 0.0
-        saved = next((done for ref, done in self._saving.values() if ref == binding.ref), None)
-        if saved is None:
+        saving = next((saving for saving in self._saving.values() if saving.ref == binding.ref), None)
+        if saving is None:
             return 0.0
         since = self._clock()
-        await saved.wait()
+        saving.n_waiting += 1
+        try:
+            await saving.done.wait()
+        finally:
+            saving.n_waiting -= 1
         return self._clock() - since
 
     async def _wait(self, ask: Ask, decided: Decided) -> Grant:

@@ -191,6 +191,8 @@ class NodeFacts:
                 "prefill_ms_per_1k": entry.perf.prefill_ms_per_1k,
                 "samples": entry.perf.samples,
             }
+            if entry.perf.import_ms_per_1k is not None:
+                body["perf"]["import_ms_per_1k"] = entry.perf.import_ms_per_1k
         return body
 
     def _backend_status(self, view: BackendView) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from viiwork.core.paths import (
 from viiwork.errors import ChannelRefused, KvRefused, MeshError
 from viiwork.limits import (
     LINK_CHECKS_AT_ONCE,
+    LINK_GUESS_BYTES_PER_S,
     LINK_LOOK_S,
     LINK_PEERS_MAX,
     LINK_SILENCE_MS,
@@ -176,6 +177,14 @@ class KvPaths:
         if peer is None or peer.member.addr != member.addr:
             return [mesh_path(member.addr, "", self._own.all, ())]
         return peer.paths.ranked(time.monotonic())
+
+    def bytes_per_s(self, member: Member | None) -> float:
+        """Bytes/s a transfer to or from the member is expected to get; a guess where nothing is known."""
+        peer = self._peers.get(member.name) if member is not None else None
+        if peer is None:
+            return LINK_GUESS_BYTES_PER_S
+        now = time.monotonic()
+        return peer.paths.rate(peer.paths.ranked(now)[0], now)[0]
 
     def _measured(self, member: Member, path: Path) -> float:
         peer = self._peers.get(member.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 from collections.abc import Mapping
@@ -18,14 +17,13 @@ from viiwork.limits import KV_CLOCK_SKEW_MS, KV_RECEIVES_AT_ONCE
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_arrivals import Arrivals
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_paths import must_encrypt
-from viiwork.node.kv_push import session_digest
-from viiwork.node.kv_stats import KvStats
+from viiwork.node.kv_send import kept_of, session_digest
+from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import ENCRYPT_HEADER, StateOffer, decode_offer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class Receiver:
         self._layouts = layouts
         self._worker = worker
         self._stats = stats
+        self.arrivals = Arrivals(replicas)
         self._background = Background()
 
     def check(
@@ -109,6 +108,12 @@ class Receiver:
         return max(held, replica.generation if replica is not None else 0) >= offer.generation
 
     async def _receive(self, admitted: Admitted, sock: socket.socket) -> None:
+        offer = admitted.offer
+        key = (offer.session, offer.model)
+        with self.arrivals.arriving(key, offer.generation, offer.n_tokens, admitted.peer, offer.tip):
+            await self._receive_now(admitted, sock)
+
+    async def _receive_now(self, admitted: Admitted, sock: socket.socket) -> None:
         offer, layout = admitted.offer, admitted.layout
         terms = ModelTerms(model_fp=layout.model_fp, shape=layout.shape, max_tokens=layout.view.ctx)
         grant = ReceiveGrant(
@@ -125,12 +130,20 @@ class Receiver:
                 await self._worker.drop(done.replica)
                 raise KvError("bad_offer", "the state belongs to another session than was announced")
         except KvError as error:
-            self._stats.received.failed[error.reason] += 1
-            self._stats.transferred("receive", failed=error.reason, peer=admitted.peer, model=offer.model)
-            log.info("kv_share.not_received peer=%s model=%s: %s", admitted.peer, offer.model, error)
+            self._stats.ended(
+                Transfer(
+                    what="receive",
+                    session=offer.session,
+                    model=offer.model,
+                    reason=error.reason,
+                    detail=str(error),
+                    peer=admitted.peer,
+                    path=admitted.remote_ip,
+                )
+            )
             return
         for name in done.dropped:
-            self._replicas.remove(name)
+            self._replicas.evicted(name)
         replica = Replica(
             done.replica,
             (offer.session, offer.model),
@@ -140,27 +153,25 @@ class Receiver:
             admitted.peer,
             offer.tip,
             offer.scope,
+            kept_of(got.known),
         )
         for old in self._replicas.put(replica):
             with suppress(KvError):  # a worker that is gone has dropped it
                 await self._worker.drop(old.name)
-        self._stats.received.done += 1
-        self._stats.received.n_bytes += got.total_bytes
-        self._stats.transferred(
-            "receive",
-            session=offer.session[:8],
-            model=offer.model,
-            peer=admitted.peer,
-            tokens=got.n_tokens,
-            bytes=got.total_bytes,
-            seconds=round(done.stages.total_s, 4),
-        )
-        log.info(
-            "kv_share.received session=%s model=%s peer=%s tokens=%d bytes=%d seconds=%.3f",
-            offer.session[:8],
-            offer.model,
-            admitted.peer,
-            got.n_tokens,
-            got.total_bytes,
-            done.stages.total_s,
+        self._stats.ended(
+            Transfer(
+                what="receive",
+                session=offer.session,
+                model=offer.model,
+                peer=admitted.peer,
+                path=admitted.remote_ip,
+                encrypted=True if grant.require_encrypt else None,
+                tokens=got.n_tokens,
+                kept=got.kept,
+                state_bytes=got.total_bytes,
+                raw_bytes=got.raw_bytes,
+                wire_bytes=got.wire_bytes,
+                took_s=done.stages.total_s,
+                stages_s=stages_of(done.stages),
+            )
         )

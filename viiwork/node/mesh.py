@@ -14,7 +14,15 @@ from viiwork.core.capacity import CapacityReport, PeerReport
 from viiwork.errors import MeshError, NoOwnAddress
 from viiwork.host.clock import suspended_s
 from viiwork.host.network import address_towards, default_route_address, holds_address, port_owner
-from viiwork.limits import ADDRESS_LOOK_S, HOLDINGS_ASK_S, HOLDINGS_OLD_S, PAUSE_LOOK_S, PAUSE_MIN_S
+from viiwork.limits import (
+    ADDRESS_LOOK_S,
+    HOLDINGS_ASK_S,
+    HOLDINGS_OLD_S,
+    LEFT_DRAIN_S,
+    MEMBERS_MAX,
+    PAUSE_LOOK_S,
+    PAUSE_MIN_S,
+)
 from viiwork.mesh.address import OwnAddress, own_address
 from viiwork.mesh.admission import MeshIdentity
 from viiwork.mesh.mdns import Mdns
@@ -66,6 +74,8 @@ class NodeMesh:
         mdns = mesh.lan.mdns == "on" or (mesh.lan.mdns == "auto" and mesh.network == "lan")
         self._mdns = Mdns(name, self._on_news) if mdns else None
         self._problems = Problems()
+        self._at_leave: dict[str, Member] = {}
+        self._left: dict[str, tuple[Member, float]] = {}  # who took their leave, and when; oldest first
         self.aliases = AliasGossip(aliases, members=self._alive, send=self._send)
         self.addr = ""  # "" while the node looks for its own address
 
@@ -87,7 +97,8 @@ class NodeMesh:
             await asyncio.sleep(PAUSE_LOOK_S)
 
     async def leave(self) -> None:
-        """Say goodbye and close; the poller ends too."""
+        """Say goodbye and close; the poller ends too. Members stay known: states still go to them."""
+        self._at_leave = {member.name: member for member in self.others()}
         if self._rejoiner is not None:
             await self._rejoiner.stop()
         try:
@@ -113,7 +124,16 @@ class NodeMesh:
 
     def member(self, name: str) -> Member | None:
         """A remote member that is alive or suspect."""
-        return self._membership.member(name) if self._membership is not None else None
+        if self._membership is None:
+            return self._at_leave.get(name)
+        return self._membership.member(name)
+
+    def known(self, name: str) -> Member | None:
+        """A member, or one that took its leave lately: it may still hand its sessions over."""
+        if (member := self.member(name)) is not None:
+            return member
+        left = self._left.get(name)
+        return left[0] if left is not None and time.monotonic() - left[1] < LEFT_DRAIN_S else None
 
     def status(self) -> dict[str, Any]:
         failures = self._poller.failures()
@@ -255,6 +275,9 @@ class NodeMesh:
         if event.kind in ("dead", "left"):
             if event.kind == "left":
                 self._dispatcher.node_left(member.name)
+                self._left[member.name] = member, time.monotonic()
+                while len(self._left) > MEMBERS_MAX:
+                    del self._left[next(iter(self._left))]
             else:
                 self._dispatcher.node_died(member.name)
             self.aliases.gone(member.name)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from viiwork.core.capacity import CapacityReport, PeerReport
-from viiwork.core.tally import BOUNDS_S, Histogram, ModelTally, RequestTally
+from viiwork.core.tally import RequestTally
 from viiwork.core.turn import Ask, Grant, Outcome
 from viiwork.engine.supervisor import BackendView
 from viiwork.errors import ViiworkError
 from viiwork.limits import METRIC_WORDS_MAX
 from viiwork.mesh.values import Member
+from viiwork.node.metric_families import counter, gauge, histogram, single
 
 _STATES = ("starting", "healthy", "unhealthy", "respawn", "dead", "stopped")
 _MEMBER_STATES = ("alive", "suspect", "dead", "left")
@@ -50,6 +47,14 @@ class RequestCounts:
         self.tally.n_left += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of `/v1/status` whose numbers are shown: all of them count upwards but those named here."""
+
+    read: Callable[[], dict[str, Any]]
+    gauges: frozenset[str]
+
+
 class NodeCollector(Collector):
     """Reads the node's state when it is scraped."""
 
@@ -62,10 +67,11 @@ class NodeCollector(Collector):
         backends: Callable[[], Sequence[BackendView]],
         members: Callable[[], Sequence[Member]],
         peers: Callable[[], dict[str, PeerReport]],
-        blocks: dict[str, Callable[[], dict[str, Any]]],
+        blocks: dict[str, Block],
+        more: Sequence[Callable[[], Iterable[Metric]]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`blocks` are parts of `/v1/status` whose numbers are shown as they are."""
+        """`blocks` are shown by the names of their fields, `more` are families of other parts."""
         self._tally = tally
         self._info = info
         self._report = report
@@ -73,14 +79,15 @@ class NodeCollector(Collector):
         self._members = members
         self._peers = peers
         self._blocks = blocks
+        self._more = more
         self._clock = clock
         self._started_at = clock()
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge(
+        yield gauge(
             "viiwork_node_info", "Version of this node.", {tuple(self._info.values()): 1}, *self._info
         )
-        yield _gauge(
+        yield gauge(
             "viiwork_uptime_seconds", "Since the node started.", {(): self._clock() - self._started_at}
         )
         yield from self._of_models()
@@ -88,47 +95,47 @@ class NodeCollector(Collector):
         yield from self._of_requests()
         yield from self._of_mesh()
         for name, block in self._blocks.items():
-            yield from _of_block(f"viiwork_{name}", block())
+            yield from _of_block(f"viiwork_{name}", block.read(), block.gauges)
+        for families in self._more:
+            yield from families()
 
     def _of_models(self) -> Iterator[Metric]:
         models = self._report().models
         for field, unit in (("slots", ""), ("busy", "_slots"), ("queued", "_requests"), ("ctx", "_tokens")):
             values = {(model.name,): getattr(model, field) for model in models}
-            yield _gauge(f"viiwork_model_{field}{unit}", _OF_MODEL[field], values, "model")
+            yield gauge(f"viiwork_model_{field}{unit}", _OF_MODEL[field], values, "model")
 
     def _of_backends(self) -> Iterator[Metric]:
         views = self._backends()
         states = {(v.id, state): int(v.status == state) for v in views for state in _STATES}
-        yield _gauge(
-            "viiwork_backend_state", "1 for the state the backend is in.", states, "backend", "state"
-        )
-        yield _gauge(
+        yield gauge("viiwork_backend_state", "1 for the state the backend is in.", states, "backend", "state")
+        yield gauge(
             "viiwork_backend_respawns_spent",
             "Of `health.max_respawns`; they come back with health.",
             {(v.id,): v.respawns for v in views},
             "backend",
         )
-        yield _counter(
+        yield counter(
             "viiwork_backend_starts", "Processes started.", {(v.id,): v.epoch for v in views}, "backend"
         )
         rss = {(v.id,): v.rss_bytes for v in views if v.rss_bytes is not None}
-        yield _gauge("viiwork_backend_resident_bytes", "Memory of the process tree.", rss, "backend")
+        yield gauge("viiwork_backend_resident_bytes", "Memory of the process tree.", rss, "backend")
 
     def _of_requests(self) -> Iterator[Metric]:
         tally = self._tally
         by_model = tally.by_model
-        yield _counter(
+        yield counter(
             "viiwork_requests",
             "Requests that were given a place, by how they ended.",
             {(*at, result): n for at, one in by_model.items() for result, n in one.results.items()},
             *_PLACE,
             "result",
         )
-        yield _counter(
-            "viiwork_requests_refused", "Errors the node made itself.", _single(tally.refused), "code"
+        yield counter(
+            "viiwork_requests_refused", "Errors the node made itself.", single(tally.refused), "code"
         )
-        yield _counter("viiwork_requests_left", "Clients that left while they waited.", {(): tally.n_left})
-        yield _counter(
+        yield counter("viiwork_requests_left", "Clients that left while they waited.", {(): tally.n_left})
+        yield counter(
             "viiwork_tokens",
             "Tokens of turns that ran on this node.",
             {
@@ -140,15 +147,13 @@ class NodeCollector(Collector):
             "model",
             "kind",
         )
-        yield _histogram("viiwork_ttft_seconds", "From the grant to the first token.", by_model, "ttft")
-        yield _histogram(
-            "viiwork_request_duration_seconds", "From the whole body to the end.", by_model, "took"
-        )
-        yield _histogram("viiwork_queue_wait_seconds", "Waited for a place.", by_model, "queued")
+        for name, text, field in _TIMES:
+            values = {at: getattr(one, field) for at, one in by_model.items()}
+            yield histogram(f"viiwork_{name}_seconds", text, values, *_PLACE)
 
     def _of_mesh(self) -> Iterator[Metric]:
         states: Counter[str] = Counter(member.state for member in self._members())
-        yield _gauge(
+        yield gauge(
             "viiwork_mesh_members",
             "Other nodes, by state.",
             {(state,): states[state] for state in _MEMBER_STATES},
@@ -156,11 +161,16 @@ class NodeCollector(Collector):
         )
         now = self._clock()
         ages = {(name,): now - peer.received_at for name, peer in self._peers().items()}
-        yield _gauge("viiwork_peer_report_age_seconds", "Since the peer's last report.", ages, "peer")
+        yield gauge("viiwork_peer_report_age_seconds", "Since the peer's last report.", ages, "peer")
         rtt = {(name,): peer.rtt_s for name, peer in self._peers().items()}
-        yield _gauge("viiwork_peer_rtt_seconds", "Round trip of capacity polls.", rtt, "peer")
+        yield gauge("viiwork_peer_rtt_seconds", "Round trip of capacity polls.", rtt, "peer")
 
 
+_TIMES = (
+    ("ttft", "From the grant to the first token.", "ttft"),
+    ("request_duration", "From the whole body to the end.", "took"),
+    ("queue_wait", "Waited for a place.", "queued"),
+)
 _OF_MODEL = {
     "slots": "Slots of healthy backends.",
     "busy": "Of them, those that work.",
@@ -169,23 +179,21 @@ _OF_MODEL = {
 }
 
 
-def _of_block(prefix: str, block: dict[str, Any]) -> Iterator[Metric]:
+def _of_block(prefix: str, block: dict[str, Any], gauges: frozenset[str]) -> Iterator[Metric]:
     """Numbers of a status block, a block of numbers inside it with its keys as the label `kind`."""
     for key, value in block.items():
-        name = f"{prefix}_{key}"
         if not _WORD.fullmatch(key):
             continue
+        family = gauge if key in gauges else counter
+        name, text = f"{prefix}_{key}", f"`{key}` of this block in /v1/status."
         if isinstance(value, dict):
             numbers: dict[Any, Any] = {
                 (k,): v for k, v in value.items() if _is_number(v) and _WORD.fullmatch(k)
             }
             if numbers:
-                yield _gauge(name, f"`{key}` of this block in /v1/status.", _first(numbers), "kind")
-            for word, inner in value.items():
-                if isinstance(inner, dict) and _WORD.fullmatch(word):
-                    yield from _of_block(f"{name}", {word: inner})
+                yield family(name, text, _first(numbers), "kind")
         elif _is_number(value):
-            yield _gauge(name, f"`{key}` of this block in /v1/status.", {(): value})
+            yield family(name, text, {(): value})
 
 
 def _first(numbers: dict[Any, Any]) -> dict[Any, Any]:
@@ -195,35 +203,3 @@ def _first(numbers: dict[Any, Any]) -> dict[Any, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-def _single(counts: Counter[str]) -> dict[tuple[str, ...], int]:
-    return {(key,): n for key, n in counts.items()}
-
-
-def _gauge(name: str, text: str, values: dict[Any, Any], *labels: str) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
-
-
-def _counter(name: str, text: str, values: dict[Any, Any], *labels: str) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
-
-
-def _histogram(
-    name: str, text: str, by_model: dict[tuple[str, str], ModelTally], field: str
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, text, labels=_PLACE)
-    for at, tally in by_model.items():
-        times: Histogram = getattr(tally, field)
-        n, buckets = 0, []
-        for bound, count in zip((*BOUNDS_S, float("inf")), times.counts, strict=True):
-            n += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), n))
-        family.add_metric(at, buckets, times.sum_s)
-    return family

@@ -9,17 +9,22 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
+from viiwork.api.bench import Bench
+from viiwork.api.kv import Kv
 from viiwork.api.metrics import Metrics
 from viiwork.api.park import Park
 from viiwork.api.probe import Probes
+from viiwork.api.pull import PullRoutes
 from viiwork.api.streams import ActivityRoutes, MeshRoutes
 from viiwork.api.why import Why
 from viiwork.config.load import LoadedConfig
@@ -37,23 +42,25 @@ from viiwork.limits import (
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.tailscale import tailnet_suffix
-from viiwork.mesh.values import host_port
+from viiwork.mesh.values import MemberEvent, host_port
 from viiwork.node.activity import NodeActivity
 from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
 from viiwork.node.backends import Backends, hidden_env, host_facts
+from viiwork.node.bench_end import BenchEnd
 from viiwork.node.clock import wall_ms
 from viiwork.node.cluster import Cluster
 from viiwork.node.dispatch import Dispatcher, policy_of
 from viiwork.node.facts import NodeFacts
 from viiwork.node.fingerprints import StateFingerprints
 from viiwork.node.hub import MeshHub
+from viiwork.node.kv_listing import KvListing
 from viiwork.node.kv_paths import LinkHost
-from viiwork.node.kv_push import KvPeers
 from viiwork.node.kv_share import KvShare
+from viiwork.node.kv_targets import KvPeers
 from viiwork.node.listeners import Listeners
 from viiwork.node.mesh import NodeMesh
-from viiwork.node.metrics import NodeCollector, RequestCounts
+from viiwork.node.metrics import Block, NodeCollector, RequestCounts
 from viiwork.node.park import Parking
 from viiwork.node.paths import Folders, open_folders
 from viiwork.node.perf import PerfFile
@@ -97,6 +104,7 @@ class Node:
             ending.push_async_callback(self._peer_client.stop)
             ending.push_async_callback(self._cluster.stop)
             ending.push_async_callback(self._hub.stop)
+            ending.push_async_callback(self._bench_end.stop)
             ending.push_async_callback(self._stop_engines)
             ending.push_async_callback(self._kv.stop)
             ending.push_async_callback(self._stop_api)
@@ -166,6 +174,7 @@ class Node:
             on_change=lambda view: self._backends.changed(view),
             occupied=lambda backend: self._kv.occupies(backend),
             on_gone=lambda backend, model: self._backends.gone(backend, model),
+            before_end=lambda backend: self._kv.hand_over(backend),
             api_keys=self._loaded.api_keys,
         )
         for model in config.models:
@@ -189,13 +198,13 @@ class Node:
             self._on_fatal,
             aliases,
             listeners.at_mesh,
-            self._activity.member_changed,
+            self._member_changed,
         )
         origins = MeshOrigins(
             self.name,
             keys,
             self._peer_client,
-            self._mesh.member,
+            self._mesh.known,
             is_at=lambda name, ip: self._kv.paths.is_at(name, ip),
         )
         fingerprints = StateFingerprints(config.models)
@@ -212,7 +221,8 @@ class Node:
             keys,
             origins,
             self._dispatcher,
-            fingerprints.of,
+            fingerprints,
+            folders.state,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
             LinkHost(link_addresses, listeners.hears),
         )
@@ -262,9 +272,20 @@ class Node:
             backends=self._supervisor.views,
             members=self._mesh.others,
             peers=self._dispatcher.peers.reports,
-            blocks={"dispatch": self._facts.requests}
-            | {name: sections[name] for name in ("sessions", "kv_share")},
+            blocks={
+                "dispatch": Block(self._facts.requests, frozenset({"leases", "forwards", "sessions"})),
+                "sessions": Block(sections["sessions"], frozenset({"open", "hit_rate"})),
+            },
+            more=[self._kv.metrics],
         )
+        kv_listing = KvListing(
+            self.name,
+            self._dispatcher.sessions,
+            self._dispatcher.book.replicas,
+            self._kv.paths.status,
+            wall_ms=wall_ms,
+        )
+        self._bench_end = BenchEnd(keys, hidden)
         self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
             self._dispatcher,
@@ -279,9 +300,13 @@ class Node:
                 *MeshRoutes(self._hub).routes(),
                 *Metrics(collector).routes(),
                 *Probes(self._kv.paths).routes(),
+                *Bench(self._bench_end).routes(),
+                *PullRoutes(self._kv.pulls).routes(),
+                *Kv(kv_listing).routes(),
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
             external=self._supervisor.external,
+            prompts=self._kv.prompts,
             allows_origin=self._pages.allows,
         )
         self._backends = Backends(
@@ -320,6 +345,11 @@ class Node:
         self._backends.turn_ended(grant, outcome)
         self._kv.turn_ended(grant, outcome, binding)
 
+    def _member_changed(self, event: MemberEvent) -> None:
+        self._activity.member_changed(event)
+        if event.kind in ("dead", "left"):
+            self._kv.peer_gone(event.member.name)
+
     def _worker_lost(self) -> None:
         self._kv.worker_restarted()
 
@@ -356,16 +386,23 @@ class Node:
         self._stopping.set()
 
     async def _drain(self) -> None:
-        """Take no more requests, and let those under way end."""
+        """Take no more requests, let those under way end, and hand the sessions over."""
         self._dispatcher.drain()  # the API goes on listening, so that newcomers are told instead of cut off
-        idle, hurry = (
-            asyncio.ensure_future(self._dispatcher.idle()),
-            asyncio.ensure_future(self._hurry.wait()),
-        )
-        grace_s = self._config.health.respawn_grace
-        await asyncio.wait((idle, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
+        until = time.monotonic() + self._config.health.respawn_grace
+        at_rest = asyncio.create_task(self._kv.hand_over())  # sessions that need not wait for what runs
+        await self._within(until, self._dispatcher.idle())
+        await self._within(until, self._kv.hand_over())
+        await _cancel(at_rest)
+
+    async def _within(self, until: float, work: Coroutine[Any, Any, None]) -> None:
+        """Await it for no longer than this, and not beyond a second signal."""
+        ends, hurry = asyncio.create_task(work), asyncio.create_task(self._hurry.wait())
+        left_s = max(until - time.monotonic(), 0.0)
+        await asyncio.wait((ends, hurry), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
+        if ends.done():
+            ends.result()
+        await _cancel(ends)
 
     async def _stop_engines(self) -> None:
         """A second signal, also one that comes meanwhile, ends their grace."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -14,6 +17,7 @@ from viiwork.config.model import Config
 from viiwork.errors import StateDirError
 
 SHM = Path("/dev/shm")
+_PRIVATE = re.compile(r"viiwork-[0-9a-f]{16}(\.gone)?")
 
 
 @dataclass(slots=True)
@@ -26,10 +30,13 @@ class Folders:
     replicas: Path | None
     _lock: TextIO
     _private: Path | None
+    _owner: TextIO | None  # lock in the private folder: its owner lives
 
     def close(self) -> None:
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
+        if self._owner is not None:
+            self._owner.close()
         self._lock.close()
 
 
@@ -52,15 +59,18 @@ def open_folders(config: Config) -> Folders:
     try:
         _clear(private)  # what an earlier run of this node left, whatever its config said
         if not config.kv_share.enabled:
-            return Folders(state, run, None, None, lock, None)
+            return Folders(state, run, None, None, lock, None, None)
         private.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(private.parent)
         private.mkdir(mode=0o700)
+        owner = (private / "lock").open("w")
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (StateDirError, OSError) as error:
         lock.close()
         if isinstance(error, OSError):
             raise StateDirError(f"no folder for KV states: {private}: {error.strerror}") from error
         raise
-    return Folders(state, run, private / "saves", private / "replicas", lock, private)
+    return Folders(state, run, private / "saves", private / "replicas", lock, private, owner)
 
 
 def private_folder(config: Config, state: Path) -> Path:
@@ -81,4 +91,23 @@ def _clear(folder: Path) -> None:
     if folder.exists():
         if folder.lstat().st_uid != os.getuid():
             raise StateDirError(f"{folder} belongs to another user; remove it or set kv_share.dir")
-        shutil.rmtree(folder)
+        with suppress(FileNotFoundError):  # another node removes it as a leftover
+            shutil.rmtree(folder)
+
+
+def _clear_leftovers(parent: Path) -> None:
+    """Remove what killed nodes of this user left there and will not come back for: it is in memory."""
+    for folder in parent.iterdir():
+        if not _PRIVATE.fullmatch(folder.name):
+            continue
+        with suppress(OSError):  # going by itself, or another user's
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            with (folder / "lock").open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its owner may start at this moment: it must not meet a folder that is half gone.
+                gone = folder.with_name(f"{folder.name.removesuffix('.gone')}.gone")
+                if gone != folder:
+                    folder.rename(gone)
+                shutil.rmtree(gone)

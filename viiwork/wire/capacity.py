@@ -61,6 +61,7 @@ class _Model(msgspec.Struct, frozen=True):
     ttft_overhead_ms: _Millis | UnsetType = UNSET
     prefill_ms_per_1k: _Millis | UnsetType = UNSET
     perf_samples: _Count | UnsetType = UNSET
+    import_ms_per_1k: _Millis | UnsetType = UNSET
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +104,7 @@ def encode_report(report: CapacityReport) -> bytes:
             ttft_overhead_ms=UNSET if m.perf is None else m.perf.overhead_ms,
             prefill_ms_per_1k=UNSET if m.perf is None else m.perf.prefill_ms_per_1k,
             perf_samples=UNSET if m.perf is None else m.perf.samples,
+            import_ms_per_1k=_told_import(m.perf),
         )
         for m in report.models
     ]
@@ -193,7 +195,13 @@ def _perf_value(raw: _Model) -> Perf | None:
     overhead, rate = raw.ttft_overhead_ms, raw.prefill_ms_per_1k
     if isinstance(overhead, UnsetType) or isinstance(rate, UnsetType) or rate <= 0:
         return None
-    return Perf(overhead, rate, raw.perf_samples if isinstance(raw.perf_samples, int) else 0)
+    importing = None if isinstance(raw.import_ms_per_1k, UnsetType) else raw.import_ms_per_1k
+    return Perf(overhead, rate, raw.perf_samples if isinstance(raw.perf_samples, int) else 0, importing)
+
+
+def _told_import(perf: Perf | None) -> float | UnsetType:
+    told = perf.import_ms_per_1k if perf is not None else None
+    return UNSET if told is None else min(told, CAPACITY_MILLIS_MAX)
 
 
 def _is_plain(text: str) -> bool:

@@ -56,6 +56,8 @@ def _step_json(policy: Policy, step: Step, since: float) -> dict[str, Any]:
             row: dict[str, Any] = {"node": c.node, "free": c.free, "rtt_ms": _ms(c.rtt_ms)}
             if c.perf is not None:
                 row |= {"overhead_ms": c.perf.overhead_ms, "prefill_ms_per_1k": c.perf.prefill_ms_per_1k}
+            if c.perf is not None and c.held_where == "replica" and c.perf.import_ms_per_1k is not None:
+                row["import_ms_per_1k"] = c.perf.import_ms_per_1k
             if c.held_tokens:
                 row |= {"held_tokens": c.held_tokens, "held_where": c.held_where}
             if reason.predicted_ms is not None:

@@ -1,0 +1,124 @@
+"""The members a session's state may go to now, and which of them hold it already."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from viiwork.config.model import KvShareSection
+from viiwork.core.push_targets import PushTargets
+from viiwork.core.replicas import path_allowed
+from viiwork.core.sessions import Binding, SessionKey
+from viiwork.errors import ChannelRefused, KvError, KvRefused, ViiworkError
+from viiwork.mesh.peer import PeerClient
+from viiwork.mesh.values import Member
+from viiwork.node.dispatch import Dispatcher
+from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_stats import KvStats
+
+log = logging.getLogger(__name__)
+
+# What went wrong on this side, or says nothing against the peer.
+_NOT_THE_PEERS = frozenset(
+    {"worker_down", "worker_died", "worker_stuck", "stopped", "cancelled", "superseded", "have_newer"}
+    | {"bad_file", "not_portable", "io_error", "wrong_model", "layout", "too_long", "too_large", "bug"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeers:
+    """How this node reaches and proves itself to its peers."""
+
+    me: str
+    client: PeerClient
+    member: Callable[[str], Member | None]
+
+
+class Targets:
+    """Applies `PushTargets` to the mesh as it is."""
+
+    def __init__(
+        self,
+        config: KvShareSection,
+        peers: KvPeers,
+        dispatcher: Dispatcher,
+        layouts: EngineLayouts,
+        stats: KvStats,
+    ) -> None:
+        self._config = config
+        self._peers = peers
+        self._dispatcher = dispatcher
+        self._layouts = layouts
+        self._stats = stats
+        self._book = PushTargets()
+        self._left_at: float | None = None
+
+    def leaving(self) -> None:
+        """This node takes its leave: peers' reports come no more, and the last ones count."""
+        if self._left_at is None:
+            self._left_at = time.monotonic()
+
+    def in_order(self, key: SessionKey, n_tokens: int) -> list[Member]:
+        """Members that could restore the state, the session's likeliest next host first."""
+        now = time.monotonic()
+        allowed = []
+        for node, entry in self._dispatcher.peers.serving(key[1], self._left_at or now):
+            member = self._peers.member(node)
+            if member is not None and not self._is_barred(member):
+                allowed.append((node, entry))
+        order = self._book.order(key, self._layouts.identity(key[1]), n_tokens, allowed, now)
+        return [member for node in order if (member := self._peers.member(node)) is not None]
+
+    def member(self, node: str) -> Member:
+        """The member of this name, if a state may go there. Raises `KvError`."""
+        member = self._peers.member(node)
+        if member is None:
+            raise KvError("no_peer", f"{node!r} is no member")
+        if self._is_barred(member):
+            raise KvError("path_not_allowed", f"no state may go to {member.addr}")
+        return member
+
+    def holders(self, key: SessionKey, generation: int) -> set[str]:
+        """Members that hold this generation or a newer one, as far as is known."""
+        told, reports = self._dispatcher.book.peers.of(*key), self._dispatcher.peers.reports()
+        found = {node for node, holding in told.items() if holding.generation >= generation}
+        for node, at in self._book.sent_to(key, generation).items():
+            report = reports.get(node)
+            # Its next report tells whether it still has it.
+            if self._peers.member(node) is not None and (report is None or report.requested_at <= at):
+                found.add(node)
+        return found
+
+    def sent(self, key: SessionKey, node: str, state: Binding) -> None:
+        """The member has taken the state."""
+        now = time.monotonic()
+        self._book.sent(key, node, state.generation, now)
+        self._dispatcher.book.sent(node, key, state, now)
+
+    def failed(self, node: str, error: ViiworkError | OSError) -> None:
+        """A state did not arrive there."""
+        if isinstance(error, KvError):
+            if error.reason in _NOT_THE_PEERS:
+                return
+        elif not isinstance(error, ChannelRefused) or error.status == KvRefused.http_status:
+            return  # our own, or the peer's word about this one state
+        self._book.failed(node, time.monotonic())
+
+    def peer_gone(self, node: str) -> None:
+        self._book.peer_gone(node)
+
+    def try_again_s(self, key: SessionKey) -> float | None:
+        """Until a peer that failed may be tried again; None when none of those that serve the model did."""
+        now = time.monotonic()
+        serving = [node for node, _ in self._dispatcher.peers.serving(key[1], self._left_at or now)]
+        return self._book.try_again_s(serving, now)
+
+    def _is_barred(self, member: Member) -> bool:
+        secured = self._peers.client.key is not None
+        why = path_allowed(member.addr, secured=secured, open_lan=self._config.open)
+        if why:
+            self._stats.sent.skipped["path_not_allowed"] += 1
+            log.debug("kv_share.not_allowed peer=%s: %s", member.name, why)
+        return bool(why)
