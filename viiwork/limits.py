@@ -136,7 +136,6 @@ GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pin
 THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
 RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
 KV_COPIES_MAX = 16  # peers that hold a copy of a session
-KV_WORKERS_MAX = 16  # processes that move KV bytes; two fill 10 Gb/s
 
 # -- engine ----------------------------------------------------------------------------------------
 ENGINE_LINE_MAX_CHARS = 2048  # a longer log line is cut; 5 MB of dots without a newline cost 2 KiB
@@ -259,7 +258,9 @@ KV_CHECKPOINTS_KEPT = 2  # newest checkpoints of a replica; engines make one eve
 KV_COMPRESS_GAIN = 0.97  # a piece that stays larger than this share of itself travels as it is
 KV_COMPRESS_BELOW_BYTES_PER_S = 250_000_000.0  # planes and zstandard take 300-500 MB/s in one thread
 KV_COMPRESS_LEVEL = 1  # zstandard; higher levels gain 1 % on f16 rows and are slower than a 1 Gb/s link
-KV_SENDFILE_BYTES = 256 * KIB  # shorter runs of a file are gathered and sent from memory
+KV_SENDFILE_BYTES = (
+    32 * KIB
+)  # shorter runs of a file are cheaper gathered and sent from memory than one by one
 KV_RING_BUFFERS = 4  # frames between the two threads of a transfer: 8 MiB a job, 16 MiB at worst
 KV_MESSAGE_MAX_BYTES = 2 * MIB  # any other frame: the digests of two caches at their most, 1 MiB, and facts
 KV_MANIFEST_MAX_BYTES = 32 * MIB  # a manifest: 4 M tokens, 16 MiB, and two caches' digests
@@ -361,7 +362,6 @@ KV_PULL_MAX_S = 30.0  # longest wait for a state; whoever needs longer reads the
 KV_PULL_BODY_MAX_BYTES = 4 * KIB  # of the question: a model's name and three numbers
 KV_PULLS_AT_ONCE = 8  # for all peers; each is one save or one rendered file in an engine's folder
 KV_PULLS_PER_PEER = 2  # of them for one peer, so that one cannot keep this node's engines saving
-KV_WITHHELD_MAX = 4096  # sessions whose newest turn must not leave the node; 150 B each, 0.6 MiB
 KV_EVICTED_MAX = 1024  # sessions whose replica made room for another, remembered to say so; 150 B each
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429
@@ -407,3 +407,36 @@ ALIAS_LOOK_S = 0.25  # between two looks at the members after a write; they know
 ALIAS_LOOK_TIMEOUT_S = 1.0  # for one member's table, which it has in memory
 ALIAS_LOOKS_AT_ONCE = 8  # members asked at once; one that hangs delays the others of its turn by a second
 CONTROL_ANSWER_MAX_BYTES = 16 * MIB  # of a node to a command; held while it is decoded
+
+# -- bench -----------------------------------------------------------------------------------------
+BENCH_FILE_MAX_BYTES = 64 * MIB  # of results that are read again; 90 minutes of figures are under 1 MiB
+PACED_BODY_MAX_BYTES = 16 * MIB  # of a request to the simulated engine; its own agents send under 1 MiB
+AGENT_TURN_MAX_S = 900.0  # for one turn of a benchmark's agent; a cold prompt on a slow engine takes minutes
+AGENT_ANSWER_MAX_BYTES = 8 * MIB  # of one turn's stream, about 30,000 tokens with an event each
+BENCH_PORT = 8088  # of `viiwork bench kvshare --listen`: beside a node's 8086, so both can run
+BENCH_SIZE_MIN_BYTES = 1 * MIB  # of a state; less is all handshake and no link
+BENCH_SIZE_MAX_BYTES = 64 * GIB  # of a state; the far end's memory holds it twice while it is rendered
+BENCH_SIZE_BYTES = 247 * MIB  # the published study's delta, so that times compare
+BENCH_RUNS = 5  # of each way to send; a median of fewer hides a bad one
+BENCH_RUNS_MAX = 1000  # a larger number is a slip
+BENCH_PATHS_MAX = 8  # paths measured between two hosts; each takes minutes on a slow link
+BENCH_LINE_MAX_BYTES = 128  # of the line that opens a connection, before anything is proven
+BENCH_CONNECTIONS_MAX = 16  # of a listening end, each a socket and at most 1 MiB of buffer
+BENCH_PROMPT_TOKENS = 2048  # of the state that a real engine makes; 20 s of a small model on two CPUs
+BENCH_PREFILL_S = 600.0  # for it to read them
+BENCH_ENGINE_START_S = 600.0  # for it to load its model
+BENCH_START_S = 20.0  # for a listening end to start, imports included
+BENCH_AWAITED_S = 30.0  # for the host that asked a node to listen; then the listening end goes
+BENCH_OPEN_S = 15.0  # for a connection's opening line, its answer and the proofs, also on a busy host
+BENCH_ANSWER_S = 660.0  # for an answer of the far end, which may be receiving: a transfer's deadline and more
+BENCH_SILENCE_S = 8.0  # a raw stream that moves nothing for so long is broken, as a transfer is
+BENCH_RAW_BUFFER_BYTES = 1 * MIB  # of a raw stream's receiver; iperf3's 128 KiB cost it a tenth at 10 Gb/s
+BENCH_SPARE_BYTES = 128 * MIB  # that must stay free on the far end beside the states
+BENCH_READY_S = 120.0  # for a workload's node to serve and to hear its peer; engines load meanwhile
+BENCH_STATUS_S = 10.0  # for a node's status during a workload; a busy machine is slow
+AGENTS_MAX = 256  # sessions of a workload; each holds its own context, about 200 KB of text, in one process
+WORKLOAD_MINUTES_MAX = 1440.0  # of one run; a day is beyond any study
+WORKLOAD_SPEED = 4.0  # two cores carry both nodes, engines and agents of 16 sessions at that
+WORKLOAD_SCALE = 64  # a state of 32k tokens is 35 MiB then
+WORKLOAD_SPEED_MAX = 50.0  # time made shorter; beyond it steps of an engine are under a millisecond
+WORKLOAD_SCALE_MAX = 256  # a row is 128 bytes then

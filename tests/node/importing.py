@@ -190,6 +190,12 @@ class Peer:
         return b'{"generation": 1}'
 
 
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0)
+
+
 class Bench:
     """Node `a` with one backend."""
 
@@ -270,8 +276,8 @@ class Bench:
         grant = await self.begin(n_messages, **more)
         self.engine.ran(grant.slot or 0, prompt)
         self.d.finish(grant, Outcome("done", 200, usage=Usage(cached, prompt - cached, 1)))
-        while settle and len(self.held._background):
-            await asyncio.sleep(0)
+        if settle:
+            await until(lambda: not len(self.held._background))
         return grant
 
     async def stop(self) -> None:

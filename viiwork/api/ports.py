@@ -126,6 +126,14 @@ class Parking(Protocol):
         ...
 
 
+class BenchEnds(Protocol):
+    """Makes this machine the other end of a measurement."""
+
+    async def begin(self) -> int:
+        """The port at which one host is awaited now. Raises `BenchError`."""
+        ...
+
+
 class External(Protocol):
     """What a request to a server that somebody else runs needs beside its address."""
 

@@ -165,6 +165,7 @@ class ReceiveDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     wire_bytes: int
     dropped: tuple[str, ...]  # replicas that made room or were replaced
     stages: Stages
+    known: tuple[Mark, ...] = ()  # the offer's: generations whose leading rows these are, itself among them
 
 
 class RenderDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from functools import partial
 from blake3 import blake3
 
 from viiwork.errors import KvError, SaveFileError
+from viiwork.kv.buffers import new_buffer
 from viiwork.kv.files import pread_of
 from viiwork.kv.jobs import RenderDone, RenderJob, Stages
 from viiwork.kv.link import Cancel, file_errors
@@ -153,7 +154,7 @@ class _Rendering:
         """Prove these groups of a cache, and put into the file what it takes of them."""
         manifest = self._replica.manifest
         held = manifest.caches[index]
-        buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        buffer = new_buffer(KV_FRAME_MAX_BYTES)
         for group in stripe:
             self._cancel.check()
             lo = max(held.lo, group * rows.group)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 
 from viiwork.core.replicas import Replica
-from viiwork.core.sessions import Binding, SessionKey
+from viiwork.core.sessions import Binding
 from viiwork.core.slots import SlotRef
 from viiwork.core.ways import ImportCosts
 from viiwork.errors import KvError
@@ -31,9 +31,9 @@ class Restorer:
         worker: KvWorker,
         gates: EngineGates,
         stats: KvStats,
-        on_restored: Callable[[SessionKey, Binding, str, float], None] = lambda *_: None,
+        on_restored: Callable[[Replica, Binding, float], None] = lambda *_: None,
     ) -> None:
-        """`on_restored` hears whose state is in the slot now, its source, and how long the engine stood."""
+        """`on_restored` hears what is in which slot now, and how long the engine stood."""
         self._me = me
         self._dispatcher = dispatcher
         self._worker = worker
@@ -63,7 +63,7 @@ class Restorer:
         tip = replica.tip if n_tokens == replica.n_tokens else ""
         binding = Binding(self._me, ref, n_tokens, replica.generation, tip, replica.scope)
         self._dispatcher.sessions.ran_here(replica.key, binding)
-        self._on_restored(replica.key, binding, replica.source, stood_s)
+        self._on_restored(replica, binding, stood_s)
         return binding
 
     async def _restore(
