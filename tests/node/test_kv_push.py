@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,39 @@ async def test_a_state_no_peer_takes_is_tried_again_and_not_for_ever(bench: Benc
     await bench.turn()
     await bench.quiet()
     assert len(bench.engine.saved) == 1 + KV_PUSH_TRIES
+
+
+async def test_a_turn_that_ends_while_its_only_peer_rests_is_sent_later(bench: Bench, monkeypatch):
+    bench.reports(SECOND, kv=None)
+    bench.sends.fails[FIRST] = "link_lost"
+    monkeypatch.setattr("viiwork.node.kv_push.KV_PUSH_TRIES", 0)
+    await bench.turn()
+    await bench.quiet()
+    assert bench.sends.to and bench.targets.in_order(KEY, 1000) == []
+    monkeypatch.setattr("viiwork.node.kv_push.KV_PUSH_TRIES", 5)
+    bench.sends.fails.clear()
+    newest = await bench.turn(cached=1000, prefilled=300)
+    await bench.quiet()
+    assert bench.sends.to[1:] == [(FIRST, newest)]
+
+
+async def test_at_its_end_a_node_tries_peers_that_failed_as_well(bench: Bench):
+    bench.reports(SECOND, kv=None)
+    await bench.turn(prefilled=10)
+    bench.targets.failed(FIRST, KvError("link_lost"))
+    generation = await bench.turn()
+    await bench.pusher.hand_over()
+    assert bench.sends.to == [(FIRST, generation)]
+
+
+async def test_a_state_goes_to_no_address_that_forbids_it(bench: Bench):
+    bench.client.key = None
+    bench.members = {name: replace(member, addr="192.168.1.9") for name, member in bench.members.items()}
+    await bench.turn()
+    await bench.quiet()
+    assert bench.engine.saved == [] and bench.stats.sent.skipped == {"path_not_allowed": 1}
+    with pytest.raises(KvError, match=r"192\.168\.1\.9"):
+        await bench.pusher.push_now(KEY, FIRST, "pull")
 
 
 @pytest.mark.parametrize("reason", ["worker_died", "bad_file", "have_newer", "superseded"])
