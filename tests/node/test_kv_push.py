@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from viiwork.core.replicas import Replica
 from viiwork.core.turn import Ask, Outcome
 from viiwork.errors import KvError
 from viiwork.limits import KV_FULL_LONG_S, KV_PUSH_TRIES
@@ -410,18 +411,29 @@ async def test_a_last_copy_is_kept_here_before_another_session_takes_its_slot(be
     bench.dispatcher.finish(grant, Outcome("client_gone"))
 
 
-async def test_nothing_is_kept_of_what_others_hold_or_the_engine_keeps_or_is_built_upon(bench: Bench):
+@pytest.mark.parametrize("why", ["held by a peer", "in the engine's RAM", "not lasting", "to stay", "kept"])
+async def test_nothing_is_kept_of_what_is_not_lost_or_not_to_be_kept(bench: Bench, why: str):
+    bench.dispatcher.sessions.ram_cache("m/0", 10**6 if why == "in the engine's RAM" else 0)
     await lone_states(bench)
-    grant = await bench.begin("u")
     for state in list(bench.states.newest_first()):
-        bench.targets.sent(state.key, FIRST, state.binding.generation)
+        key, binding = state.key, state.binding
+        if why == "held by a peer":
+            bench.targets.sent(key, FIRST, binding.generation)
+        if why == "kept":
+            bench.dispatcher.book.replicas.put(Replica(key[0], key, 3000, 5, binding.generation, "a"))
+        bench.states.ran(key, binding, 0, shared=why != "to stay", lasting=why != "not lasting")
+    grant = await bench.begin("u")
     await bench.stash.before(grant)
     assert bench.engine.saved == []
     bench.dispatcher.finish(grant, Outcome("client_gone"))
-    own = await bench.begin("s")
-    await bench.stash.before(own)
-    assert bench.engine.saved == [], "a turn of the same session takes nothing away"
-    bench.dispatcher.finish(own, Outcome("client_gone"))
+
+
+async def test_a_turn_of_the_same_session_takes_nothing_away(bench: Bench):
+    await lone_states(bench)
+    grant = await bench.begin("s")
+    await bench.stash.before(grant)
+    assert bench.engine.saved == []
+    bench.dispatcher.finish(grant, Outcome("client_gone"))
 
 
 async def test_a_turn_never_waits_for_a_stash_that_costs_more_than_it_saves(bench: Bench):

@@ -32,6 +32,7 @@ class SlotState:
     key: SessionKey
     binding: Binding
     shared: bool  # it may leave the node, or be kept as a replica
+    lasting: bool = True  # another turn is to be expected
     kept: list[Kept] = field(default_factory=list)  # oldest first
     saved_at: float = -math.inf
 
@@ -53,14 +54,16 @@ class SlotStates:
     def newest_first(self) -> Iterator[SlotState]:
         return iter(sorted(self._states.values(), key=lambda state: -state.binding.generation))
 
-    def ran(self, key: SessionKey, binding: Binding, cached: int | None, *, shared: bool) -> None:
+    def ran(
+        self, key: SessionKey, binding: Binding, cached: int | None, *, shared: bool, lasting: bool = True
+    ) -> None:
         """A turn of the session succeeded in the slot of its binding and kept `cached` rows of it."""
         if binding.ref is None:
             raise ValueError("a turn in a slot names it")
         for ref in [ref for ref, state in self._states.items() if state.key == key and ref != binding.ref]:
             del self._states[ref]
         known = self._states.get(binding.ref)
-        state = self._states[binding.ref] = SlotState(key, binding, shared)
+        state = self._states[binding.ref] = SlotState(key, binding, shared, lasting)
         if known is not None and known.key == key:
             state.saved_at = known.saved_at
             state.kept = _lowered(known.kept, cached or 0)

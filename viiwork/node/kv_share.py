@@ -189,17 +189,17 @@ class KvShare:
             return
         self._importer.turn_ended(grant, outcome, binding)
         key = key_of(grant)
-        is_shared = grant.ask.kv_share and self._dispatcher.book.is_lasting(grant.ask)
-        self._note_slot(grant, outcome, binding, is_shared)
+        is_lasting = self._dispatcher.book.is_lasting(grant.ask)
+        self._note_slot(grant, outcome, binding, is_lasting)
         if key is None:
             return
         self.pulls.withhold(key, not grant.ask.kv_share)
         if not grant.ask.kv_share:
             self._pusher.withhold(key)
-        elif binding is not None and is_shared:
+        elif binding is not None and is_lasting:
             self._pusher.turn_ended(key, binding)
 
-    def _note_slot(self, grant: Grant, outcome: Outcome, binding: Binding | None, is_shared: bool) -> None:
+    def _note_slot(self, grant: Grant, outcome: Outcome, binding: Binding | None, is_lasting: bool) -> None:
         """What the turn left in its slot."""
         key = key_of(grant)
         if grant.is_forward or not grant.ask.needs_slot:
@@ -210,7 +210,7 @@ class KvShare:
             self._states.unknown(SlotRef(grant.backend, grant.slot))
         else:
             cached = outcome.usage.cached if outcome.usage is not None else None
-            self._states.ran(key, binding, cached, shared=is_shared)
+            self._states.ran(key, binding, cached, shared=grant.ask.kv_share, lasting=is_lasting)
 
     def _restored(self, replica: Replica, binding: Binding, restore_s: float) -> None:
         self._states.restored(replica.key, binding, replica.kept)
