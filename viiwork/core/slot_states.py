@@ -32,9 +32,14 @@ class SlotState:
     key: SessionKey
     binding: Binding
     shared: bool  # it may leave the node, or be kept as a replica
-    lasting: bool = True  # another turn is to be expected
+    lasting: bool = True  # another turn is expected
     kept: list[Kept] = field(default_factory=list)  # oldest first
     saved_at: float = -math.inf
+
+    @property
+    def is_owed(self) -> bool:
+        """Is it worth keeping before the slot or the node goes?"""
+        return self.shared and self.lasting
 
     @property
     def new_tokens(self) -> int:

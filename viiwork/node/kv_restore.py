@@ -46,14 +46,16 @@ class Restorer:
     async def stop(self) -> None:
         await self._background.stop()
 
-    async def restore(self, replica: Replica, layout: EngineLayout, ref: SlotRef, within_s: float) -> Binding:
+    async def restore(
+        self, replica: Replica, layout: EngineLayout, ref: SlotRef, within_s: float, useful: int = 0
+    ) -> Binding:
         """What the slot holds then. Raises `KvError`, `EngineError`, `OSError` or `TimeoutError`; what it
-        held before may be gone in any case.
+        held before may be gone in any case but that of `not_held`. `useful` tokens are the prompt's, 0 = all.
         """
         started = time.monotonic()
         try:
             async with asyncio.timeout(within_s):
-                n_tokens, stood_s = await self._restore(replica, layout, ref)
+                n_tokens, stood_s = await self._restore(replica, layout, ref, useful)
         except TimeoutError:
             self.costs.took(layout.view.model, replica.n_bytes, time.monotonic() - started)
             raise
@@ -64,12 +66,15 @@ class Restorer:
         self._on_restored(replica, binding, stood_s)
         return binding
 
-    async def _restore(self, replica: Replica, layout: EngineLayout, ref: SlotRef) -> tuple[int, float]:
+    async def _restore(
+        self, replica: Replica, layout: EngineLayout, ref: SlotRef, useful: int
+    ) -> tuple[int, float]:
         started = time.monotonic()
         name = f"in-{uuid.uuid4().hex}"
         path = layout.save_dir / name
         try:
-            rendered = await self._worker.render(replica.name, layout.target(ref.slot), path)
+            target = layout.target(ref.slot)
+            rendered = await self._worker.render(replica.name, target, path, at_most=useful)
             render_s = time.monotonic() - started
             async with self._gates.of(ref.backend):
                 queued_s = time.monotonic() - started - render_s

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from viiwork.config.model import KvShareSection
@@ -26,9 +27,10 @@ from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_import import Importer, key_of
-from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_layouts import EngineLayouts, StateFacts
 from viiwork.node.kv_metrics import KvMetrics
 from viiwork.node.kv_paths import KvPaths, LinkHost
+from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_pull import Fetcher
 from viiwork.node.kv_pulled import PullServer
 from viiwork.node.kv_push import Pusher
@@ -39,6 +41,7 @@ from viiwork.node.kv_send import Sender
 from viiwork.node.kv_stash import Stash
 from viiwork.node.kv_stats import KvStats
 from viiwork.node.kv_targets import KvPeers, Targets
+from viiwork.node.kv_verdicts import Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ class KvShare:
         secrets: tuple[bytes, ...],
         origins: MeshOrigins,
         dispatcher: Dispatcher,
-        fingerprint: Callable[[str], Awaitable[bytes]],
+        facts: StateFacts,
+        state_dir: Path,
         client_of: Callable[[str, int], SlotsClient],
         host: LinkHost,
     ) -> None:
@@ -66,8 +70,9 @@ class KvShare:
         self._off = ""  # why it is not active although enabled
         self._stats = KvStats()
         self._replicas = dispatcher.book.replicas
-        self._layouts = EngineLayouts(worker, fingerprint, client_of, dispatcher)
+        self._layouts = EngineLayouts(worker, facts, Verdicts(state_dir), client_of, dispatcher)
         gates = self._gates = EngineGates()
+        self.prompts = Prompts(worker)
         self.paths = KvPaths(peers.me, config, peers.client, secrets, origins, host, self._partners)
         manners = self._manners = Manners(config.stall_share)
         states = self._states = SlotStates()
@@ -107,6 +112,7 @@ class KvShare:
             self._fetcher,
             self._stats,
             config.min_tokens,
+            self.prompts,
         )
         self.pulls = PullServer(
             config,
@@ -193,7 +199,6 @@ class KvShare:
         self._note_slot(grant, outcome, binding, is_lasting)
         if key is None:
             return
-        self.pulls.withhold(key, not grant.ask.kv_share)
         if not grant.ask.kv_share:
             self._pusher.withhold(key)
         elif binding is not None and is_lasting:
@@ -239,6 +244,7 @@ class KvShare:
         body["replicas"] = len(self._replicas)
         body["replica_bytes"] = self._replicas.n_bytes
         body["memory_bytes"] = int(self._config.memory)
+        body["models"] = self._layouts.status()
         if why_not := self._layouts.why_not():
             body["not_portable"] = why_not
         body["links"] = self.paths.status()

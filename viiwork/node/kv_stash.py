@@ -80,11 +80,7 @@ class Stash:
 
     def _is_last_copy(self, grant: Grant, ref: SlotRef, state: SlotState) -> bool:
         key, binding, ask = state.key, state.binding, grant.ask
-        if (
-            not (state.shared and state.lasting)
-            or binding.n_tokens < self._config.min_tokens
-            or key == (ask.session, ask.model)
-        ):
+        if not state.is_owed or binding.n_tokens < self._config.min_tokens or key == (ask.session, ask.model):
             return False
         if ask.chain is not None and binding.tip in ask.chain.links:
             return False  # the turn builds upon it, and most of it stays
