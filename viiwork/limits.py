@@ -136,7 +136,6 @@ GPU_INDEX_MAX = 1023  # host indices; far beyond any machine, and bounds the pin
 THREADS_MAX = 1024  # beyond it llama.cpp spends its time in barriers
 RAM_CACHE_MAX_MIB = 1 << 24  # 16 TiB, a slip of the unit beyond it
 KV_COPIES_MAX = 16  # peers that hold a copy of a session
-KV_WORKERS_MAX = 16  # processes that move KV bytes; two fill 10 Gb/s
 
 # -- engine ----------------------------------------------------------------------------------------
 ENGINE_LINE_MAX_CHARS = 2048  # a longer log line is cut; 5 MB of dots without a newline cost 2 KiB
@@ -259,7 +258,9 @@ KV_CHECKPOINTS_KEPT = 2  # newest checkpoints of a replica; engines make one eve
 KV_COMPRESS_GAIN = 0.97  # a piece that stays larger than this share of itself travels as it is
 KV_COMPRESS_BELOW_BYTES_PER_S = 250_000_000.0  # planes and zstandard take 300-500 MB/s in one thread
 KV_COMPRESS_LEVEL = 1  # zstandard; higher levels gain 1 % on f16 rows and are slower than a 1 Gb/s link
-KV_SENDFILE_BYTES = 256 * KIB  # shorter runs of a file are gathered and sent from memory
+KV_SENDFILE_BYTES = (
+    32 * KIB
+)  # shorter runs of a file are cheaper gathered and sent from memory than one by one
 KV_RING_BUFFERS = 4  # frames between the two threads of a transfer: 8 MiB a job, 16 MiB at worst
 KV_MESSAGE_MAX_BYTES = 2 * MIB  # any other frame: the digests of two caches at their most, 1 MiB, and facts
 KV_MANIFEST_MAX_BYTES = 32 * MIB  # a manifest: 4 M tokens, 16 MiB, and two caches' digests
@@ -340,6 +341,12 @@ KV_STASH_GAIN = 4  # a state is kept before its slot is taken when reading it an
 KV_SAVE_GUESS_S_PER_GB = 0.7  # where no save was measured; an engine writes 1.5 GB/s to memory
 KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
 KV_PROBE_AGAIN_S = 1.0  # until the next try while its slots are busy or the worker is down: one GET /slots
+KV_TEST_TOKENS = 48  # of the self-test's prompt: engines make a checkpoint in it, CPUs read it in seconds
+KV_TEST_STEP_S = 60.0  # longest step of the self-test; an engine slower than that does not take part
+KV_TEST_LOOK_S = 0.05  # how soon the self-test gives its slot to a request that waits for one
+KV_VERDICTS_MAX = 256  # verdicts kept in `state_dir`, the newest; models x engine builds x flags
+KV_VERDICT_FILE_MAX_BYTES = MIB  # 256 verdicts with the longest reasons are 200 KiB
+KV_PROMPT_S = 2.0  # to learn a prompt's tokens from the engine: 100,000 take 0.2-0.5 s, to read them 20 s
 KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels it
 KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
@@ -355,7 +362,6 @@ KV_PULL_MAX_S = 30.0  # longest wait for a state; whoever needs longer reads the
 KV_PULL_BODY_MAX_BYTES = 4 * KIB  # of the question: a model's name and three numbers
 KV_PULLS_AT_ONCE = 8  # for all peers; each is one save or one rendered file in an engine's folder
 KV_PULLS_PER_PEER = 2  # of them for one peer, so that one cannot keep this node's engines saving
-KV_WITHHELD_MAX = 4096  # sessions whose newest turn must not leave the node; 150 B each, 0.6 MiB
 KV_EVICTED_MAX = 1024  # sessions whose replica made room for another, remembered to say so; 150 B each
 KV_NO_REUSE_MAX = 2  # restores in a row without any reuse before a model stops being shared
 FULL_ANSWERS_MAX = 12  # times one request finds a slot taken on its way; then it has had its turn: 429

@@ -187,7 +187,9 @@ def test_a_link_that_dies_midway_is_one_line_and_leaves_nothing_on_either_host(t
     work.mkdir()
     with Far(tmp_path / "far", netns=net.far.namespace) as far:
         where = f"{net.far.address(SWITCH)}:{far.port}"
-        words = command("--to", where, "--dir", str(work), "--size", "16MiB", netns=net.near.namespace)
+        words = command(
+            "--to", where, "--dir", str(work), "--size", "4MiB", "--runs", "1000", netns=net.near.namespace
+        )
         asking = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env(TMPDIR=str(work)))
         assert asking.stderr is not None
         assert "of" in asking.stderr.readline()  # raw streams and states have come through

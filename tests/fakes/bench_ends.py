@@ -49,8 +49,10 @@ class Ended:
 class Far:
     """The listening end, from its first line on."""
 
-    def __init__(self, folder: Path, *, secret: str = "", netns: str = "", more: Sequence[str] = ()) -> None:
-        self.folder, self.port = folder, free_port("127.0.0.1")
+    def __init__(
+        self, folder: Path, *, secret: str = "", netns: str = "", port: int = 0, more: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.port = folder, port or free_port("127.0.0.1")
         folder.mkdir(exist_ok=True)
         words = command("--listen", "--port", str(self.port), "--dir", str(folder), *more, netns=netns)
         self.process = subprocess.Popen(

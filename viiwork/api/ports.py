@@ -46,6 +46,16 @@ class Requests(Protocol):
         ...
 
 
+class Prompts(Protocol):
+    """Sees the bodies of requests while these look for a place or have one."""
+
+    def put(self, request_id: str, path: str, body: bytes) -> None:
+        """Borrow a body until `forget`; it must not be kept beyond that."""
+        ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
 class Origins(Protocol):
     """Proof of who sent a request."""
 

@@ -75,15 +75,20 @@ class LabNet:
 
     def shape(self, device: str, mbps: int) -> None:
         """Plug the link in at so many Mb/s, each way."""
-        burst = next(size for most, size in _BURSTS if mbps / 1000 <= most)
         for host in (self.near, self.far):
-            where = ("tc", "-n", host.namespace, "qdisc", "replace", "dev", device, "root")
-            run(*where, "tbf", "rate", f"{mbps}mbit", "burst", burst, "latency", _LATENCY)
+            shape(host.namespace, device, mbps)
             run("ip", "-n", host.namespace, "link", "set", device, "up")
 
     def unplug(self, device: str) -> None:
         for host in (self.near, self.far):
             run("ip", "-n", host.namespace, "link", "set", device, "down")
+
+
+def shape(namespace: str, device: str, mbps: int) -> None:
+    """Let what leaves by the device leave at so many Mb/s."""
+    burst = next(size for most, size in _BURSTS if mbps / 1000 <= most)
+    where = ("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root")
+    run(*where, "tbf", "rate", f"{mbps}mbit", "burst", burst, "latency", _LATENCY)
 
 
 def check_lab() -> None:

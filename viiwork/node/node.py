@@ -221,7 +221,8 @@ class Node:
             keys,
             origins,
             self._dispatcher,
-            fingerprints.of,
+            fingerprints,
+            folders.state,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
             LinkHost(link_addresses, listeners.hears),
         )
@@ -305,6 +306,7 @@ class Node:
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
             external=self._supervisor.external,
+            prompts=self._kv.prompts,
             allows_origin=self._pages.allows,
         )
         self._backends = Backends(
