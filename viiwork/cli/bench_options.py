@@ -56,7 +56,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="GGUF|NAME",
-        help="with --lab: a real engine with this model file; with --to: which of the nodes' models",
+        help="in the lab: a real engine with this model file; between nodes: which of their models; without "
+        "--workload: a real engine of this host makes the state, and imports it",
     )
     group.add_argument(
         "--context", type=_context, default=None, metavar="TOKENS", help="of a slot (default: 65536)"
