@@ -34,9 +34,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--minutes",
         type=_number(WORKLOAD_MINUTES_MAX),
-        default=2.0,
+        default=3.0,
         metavar="M",
-        help="of each run, beside the time in which all begins (default: 2; the published study ran 90)",
+        help="of each run, beside the time in which all begins (default: 3; the published study ran 90)",
     )
     group.add_argument("--seed", type=_seed, default=1, metavar="N", help="of all agents (default: 1)")
     group.add_argument(
