@@ -46,6 +46,8 @@ class Janitor:
         """Undo everything now, and wait for it."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
+            self._note("done", "")  # our own processes have ended
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
             self._process.wait(ENDS_WITHIN_S)
@@ -72,14 +74,17 @@ def remove_namespace(name: str) -> None:
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def remove_folder(name: str) -> None:
-    """Remove a folder, and end processes that were started on it: one that just begins would make it anew."""
+def keep_removing(names: list[str]) -> None:
+    """Remove folders, and for a while end whatever was started on them: a process that was being started when
+    its parent was killed shows its own command line, and makes its folder, only later.
+    """
     until = time.monotonic() + _KILL_WITHIN_S
-    while os.path.lexists(name) and time.monotonic() < until:
-        for pid in _pids_naming(name):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(name, ignore_errors=True)
+    while time.monotonic() < until:
+        for name in names:
+            for pid in _pids_naming(name):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(name, ignore_errors=True)
         time.sleep(_LOOK_S)
 
 
@@ -108,7 +113,9 @@ def main() -> int:
             remove_namespace(name)
     for what, name in owed:
         if what == "folder":
-            remove_folder(name)
+            shutil.rmtree(name, ignore_errors=True)
+    if ["done", ""] not in owed:
+        keep_removing([name for what, name in owed if what == "folder"])
     return 0
 
 
