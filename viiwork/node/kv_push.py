@@ -222,6 +222,8 @@ class Pusher:
 
     async def _until_due(self, key: SessionKey, push: _Push) -> None:
         """Wait until a save of the session is polite; raises `KvError` when there is no use in one."""
+        if (early_s := push.not_before - time.monotonic()) > 0 and not push.urgent.is_set():
+            await push.pause(early_s)  # until the peer that failed counts as one again
         while True:
             binding, layout = self._newest(key)
             missing = () if push.n_joined else self._missing(key, binding)
@@ -275,8 +277,6 @@ class Pusher:
         if push.urgent.is_set() or binding.ref is None:
             return 0.0
         now = time.monotonic()
-        if push.not_before > now:
-            return push.not_before - now
         state = self._states.get(binding.ref)
         why, wait_s = "debounce", 0.0
         if state is not None:
