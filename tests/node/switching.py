@@ -19,7 +19,8 @@ from .nodes import NodeProcess, model_entry
 Kind = Literal["first", "grown", "shrunk", "forked", "compacted"]
 Judgement = Literal["same", "tie", "wrong"]
 
-COMMIT_S = 20.0  # only a broken push takes this long
+COMMIT_S = 60.0  # only a broken push takes this long
+NO_COMMIT_S = 5.0  # for a state that perhaps nobody is sent: of a conversation without a key
 POLL_S = 0.02
 SEED = 1
 # How far apart an unmoved engine says the log-probability of a token, reading the prompt in other batches:
@@ -190,9 +191,9 @@ class Switcher:
         session.turns += 1
         return done
 
-    async def until_committed(self, session: Session, turn: Turn, within_s: float = COMMIT_S) -> int:
+    async def until_committed(self, session: Session, turn: Turn) -> int:
         """Wait until every other host holds the state the turn left; how many hosts hold it then."""
-        deadline = asyncio.get_running_loop().time() + within_s
+        deadline = asyncio.get_running_loop().time() + (COMMIT_S if session.key else NO_COMMIT_S)
         before = self._newest.get(turn.state_id, -1)
         # A client has its answer a moment before the node has put the turn on its books.
         generation = -1

@@ -23,6 +23,7 @@ from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
+from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_pull import Fetcher
 from viiwork.node.kv_restore import Restorer
 from viiwork.node.kv_stats import KvStats, Transfer
@@ -57,6 +58,7 @@ class Importer:
         fetcher: Fetcher,
         stats: KvStats,
         min_tokens: int,
+        prompts: Prompts,
     ) -> None:
         self._me = me
         self._dispatcher = dispatcher
@@ -68,6 +70,7 @@ class Importer:
         self._fetcher = fetcher
         self._stats = stats
         self._min_tokens = min_tokens
+        self._prompts = prompts
         self._background = Background()
         self._running: dict[int, _Running] = {}  # by lease
         self._read_s: dict[str, float] = {}  # model -> seconds a prompt token, until it has a score
@@ -173,8 +176,12 @@ class Importer:
     ) -> None:
         ask, turn = grant.ask, running.turn
         ref = SlotRef(grant.backend, grant.slot or 0)
+        useful = await self._prompts.common_tokens(ask, layout, replica)
+        if useful is not None and useful <= turn.n_held:
+            turn.cause = turn.cause if turn.n_held else "diverged"
+            return
         try:
-            binding = await self._restorer.restore(replica, layout, ref, within_s)
+            binding = await self._restorer.restore(replica, layout, ref, within_s, useful or 0)
         except (ViiworkError, OSError, TimeoutError) as error:
             self._failed(grant, running, replica, ref, error)
             return
@@ -187,6 +194,10 @@ class Importer:
         self, grant: Grant, running: _Running, replica: Replica, ref: SlotRef, error: BaseException
     ) -> None:
         reason = error.reason if isinstance(error, KvError) else _reason_of(error)
+        if reason == "not_held":  # nothing that was kept is of the prompt, and the slot is as it was
+            running.turn.cause = running.turn.cause if running.turn.n_held else "diverged"
+            self._forget(replica)
+            return
         self._stats.ended(
             Transfer(
                 what="import",

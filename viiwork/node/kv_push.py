@@ -149,7 +149,7 @@ class Pusher:
                 push.urgent.set()
         for state in self._states.newest_first():
             ref, key = state.binding.ref, state.key
-            if ref is None or (backend is not None and ref.backend != backend) or not state.shared:
+            if ref is None or (backend is not None and ref.backend != backend) or not state.is_owed:
                 continue
             if state.binding.n_tokens < self._config.min_tokens:
                 continue
@@ -351,7 +351,7 @@ class Pusher:
         except (ViiworkError, OSError) as error:
             self._targets.failed(member.name, error)
             raise
-        self._targets.sent(saved.key, member.name, saved.binding.generation)
+        self._targets.sent(saved.key, member.name, saved.binding)
         return done
 
     def _is_of(self, key: SessionKey, push: _Push, backend: str | None) -> bool:
