@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from viiwork.core.holdings import still_right
 from viiwork.core.moves import Turn, cause_of, home_of
@@ -89,6 +89,8 @@ class Importer:
         here = binding if binding is not None and binding.ref == ref else None
         if here is not None:
             turn.n_held = _right(ask, here)
+        elif replica is None:
+            replica = self._of_another(ask)
         if replica is None and not self._fetcher.has_any(key):
             if here is None:
                 turn.cause = "evicted" if self._replicas.was_evicted(key) else "no_replica"
@@ -104,6 +106,15 @@ class Importer:
         if here is not None and not here.n_tokens and not _is_newer(replica, here):
             return  # nobody counted what it holds: it is as good as anything older
         await self._choose(grant, running, here, replica, layout)
+
+    def _of_another(self, ask: Ask) -> Replica | None:
+        """The replica of the conversation this one parted from, unless an engine here holds that one."""
+        links = ask.chain.links if ask.chain is not None else ()
+        of_model = (replica for replica in self._replicas if replica.key[1] == ask.model)
+        found = (replica for replica in of_model if replica.key[0] == ask.parent or replica.tip in links)
+        best = max(found, key=lambda replica: _right(ask, replica), default=None)
+        binding = self._dispatcher.sessions.get(best.key) if best is not None else None
+        return best if binding is None or not binding.is_here else None
 
     async def _still_there(self, here: Binding, key: SessionKey, ref: SlotRef, layout: EngineLayout) -> bool:
         if here.n_tokens < self._min_tokens or self._dispatcher.sessions.is_from_ram(ref, key):
@@ -174,7 +185,8 @@ class Importer:
         ask, turn = grant.ask, running.turn
         ref = SlotRef(grant.backend, grant.slot or 0)
         try:
-            binding = await self._restorer.restore(replica, layout, ref, within_s)
+            # In the slot it is this conversation's, though another one's may have been taken.
+            binding = await self._restorer.restore(replace(replica, key=running.key), layout, ref, within_s)
         except (ViiworkError, OSError, TimeoutError) as error:
             self._failed(grant, running, replica, ref, error)
             return
@@ -204,7 +216,8 @@ class Importer:
         # Whatever the slot held may be gone: a failed restore empties it.
         self._dispatcher.sessions.emptied(ref)
         # The turn now runs without it; restored later, it would replace the newer state that leaves behind.
-        self._forget(replica)
+        if replica.key == running.key or isinstance(error, KvError):
+            self._forget(replica)
 
     # -- after it ------------------------------------------------------------------------------------
     def turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
@@ -285,8 +298,9 @@ class Importer:
 
 
 def _right(ask: Ask, state: Binding | Replica) -> int:
-    """Tokens of the session's state that are a prefix of the prompt."""
-    return still_right(ask, ask.session or "", state.tip, state.n_tokens)
+    """Tokens of the state that are a prefix of the prompt; a replica may be of another session."""
+    session = state.key[0] if isinstance(state, Replica) else ask.session or ""
+    return still_right(ask, session, state.tip, state.n_tokens)
 
 
 def _is_newer(replica: Replica | None, here: Binding) -> bool:
