@@ -7,6 +7,7 @@ ViiworkError
 |- Refused               nobody takes the request now (429, 503)
 |- UpstreamError         an engine or a peer failed (502)
 |- EngineError           an engine cannot be started or asked
+|- BenchError            a measurement cannot be made or broke off
 |- MeshError             membership and peers
 `- KvError               a KV state could not be moved; the turn runs cold
 """
@@ -250,6 +251,18 @@ class ModelFileError(EngineError):
     """A model file is missing, incomplete or not a GGUF file."""
 
     code = "model_file"
+
+
+class BenchError(ViiworkError):
+    """A measurement cannot be made, or broke off; the message names the host and what to do."""
+
+    code, http_status = "bench", 503
+
+
+class NobodyListens(BenchError):
+    """No listening end of a benchmark answers at the address."""
+
+    code = "nobody_listens"
 
 
 class MeshError(ViiworkError):

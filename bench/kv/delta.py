@@ -1,12 +1,12 @@
 """Moves the new rows of a session between two network namespaces over a shaped link, beside iperf3 on it.
 
-Needs root, iproute2, iperf3 and about 1 GB in /dev/shm. Both sides are real KV workers. The peer holds the
+Needs root, iproute2, iperf3 and about 1 GB in --dir. Both sides are real KV workers. The peer holds the
 first 1,000 tokens; what is timed is the delta to the whole state. "rate" is bytes of rows over the time from
 the open connection to the receiver's acknowledged commit, handshake, verification and commit included; "of
 iperf3" compares it with one iperf3 stream of as many bytes, measured just before. CPU seconds are those of
 the worker processes. The rows are made: f16 values, normal, each channel with a mean and a width of its own.
 
-    python bench/kv/delta.py [--mb 259] [--gbits 1 10] [--runs 3] [--appends] [--json FILE]
+    python bench/kv/delta.py [--mb 259] [--gbits 1 10] [--runs 3] [--modes plain ...] [--appends] [--dir DIR] [--json FILE]
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def move(near: str, far: str, folder: Path, mode: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir=args.dir))
     rows = []
     try:
         make_state(folder / "base", BASE)
@@ -161,7 +161,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             make_state(folder / "state", BASE + args.mb * 1_000_000 // TOKEN_BYTES)
             for gbits in args.gbits:
                 shape(near, dev, gbits)
-                for mode in MODES:
+                for mode in args.modes:
                     rows.append(measure_one(args, near, far, folder, gbits, mode))
                     show(rows[-1])
     finally:
@@ -174,10 +174,13 @@ def measure_one(
 ) -> dict[str, Any]:
     size = args.mb * 1_000_000 // TOKEN_BYTES * TOKEN_BYTES
     rates, baselines, last = [], [], {}
+    cpu: dict[str, list[float]] = {"send": [], "receive": []}
     for _ in range(args.runs):
         baselines.append(iperf(near, far, size))
         last = move(near, far, folder, mode)
         rates.append(size * 8 / last["send"]["total_s"] / 1e9)
+        for side, used in cpu.items():
+            used.append(round(last[side]["cpu_s"], 2))
     pairs = [rate / base for rate, base in zip(rates, baselines, strict=True)]
     return {
         "link_gbits": gbits,
@@ -186,6 +189,9 @@ def measure_one(
         "iperf3_gbits": [round(x, 3) for x in baselines],
         "rate_gbits": [round(x, 3) for x in rates],
         "of_iperf3": round(statistics.median(pairs), 3),
+        "best_of_iperf3": round(max(pairs), 3),
+        "cpu_s": cpu,
+        "load": os.getloadavg()[0],
         "last": last,
     }
 
@@ -198,12 +204,12 @@ def show_append(added: int, sent: dict[str, Any]) -> None:
 def show(row: dict[str, Any]) -> None:
     wire = row["last"]["send"]["wire"]
     print(f"{row['link_gbits']:>3} Gb/s {row['mode']:<10} {row['bytes'] / 1e6:.0f} MB, {wire / 1e6:.1f} sent")
-    share = f"{row['of_iperf3']:.1%} (median)"
+    share = f"{row['of_iperf3']:.1%} (median), {row['best_of_iperf3']:.1%} (best); load {row['load']:.1f}"
     print(f"    rate {row['rate_gbits']} Gb/s, iperf3 {row['iperf3_gbits']} Gb/s: {share}")
     for side in ("send", "receive"):
         last = row["last"][side]
         stages = ", ".join(f"{k} {v}" for k, v in last["stages"].items() if v)
-        print(f"    {side}: {last['cpu_s']:.2f} CPU s; {stages}", flush=True)
+        print(f"    {side}: CPU s {row['cpu_s'][side]}; last: {stages}", flush=True)
 
 
 def main() -> None:
@@ -213,6 +219,8 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=259)
     parser.add_argument("--gbits", type=int, nargs="+", default=[1, 10])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", choices=("near", "far"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

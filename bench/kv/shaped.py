@@ -1,21 +1,16 @@
-"""Two network namespaces joined by a shaped veth pair, and iperf3 on it: what the KV benchmarks run over."""
+"""The lab's two hosts with the direct cable between them, and iperf3 on it, for the KV benchmarks."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NEAR, FAR = "10.99.7.1", "10.99.7.2"
+from viiwork.bench import net
+from viiwork.bench.janitor import Janitor
 
-
-def sh(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+FAR = "10.214.8.2"  # the far host's end of the cable
 
 
 def inside(ns: str, *command: str) -> list[str]:
@@ -24,28 +19,19 @@ def inside(ns: str, *command: str) -> list[str]:
 
 @contextmanager
 def namespaces() -> Iterator[tuple[str, str, str]]:
-    """Two joined namespaces with unique names, and the near device; removed in every case."""
-    tag = f"{os.getpid() % 100_000}"
-    near, far, near_dev, far_dev = f"vwn{tag}", f"vwf{tag}", f"vwa{tag}", f"vwb{tag}"
+    """Both hosts and the cable, at 10 Gb/s until it is shaped; removed in every case."""
+    janitor = Janitor()
     try:
-        sh("ip", "netns", "add", near)
-        sh("ip", "netns", "add", far)
-        pair = ("type", "veth", "peer", "name", far_dev, "netns", far)
-        sh("ip", "link", "add", near_dev, "netns", near, *pair)
-        for ns, dev, address in ((near, near_dev, NEAR), (far, far_dev, FAR)):
-            sh("ip", "-n", ns, "addr", "add", f"{address}/24", "dev", dev)
-            sh("ip", "-n", ns, "link", "set", dev, "up")
-            sh("ip", "-n", ns, "link", "set", "lo", "up")
-        yield near, far, near_dev
+        with net.LabNet(janitor) as lab:
+            lab.shape(net.CABLE, 10_000)
+            assert lab.far.address(net.CABLE) == FAR
+            yield lab.near.namespace, lab.far.namespace, net.CABLE
     finally:
-        for ns in (near, far):
-            sh("ip", "netns", "del", ns, check=False)
+        janitor.close()
 
 
 def shape(ns: str, dev: str, gbits: int) -> None:
-    burst = "128kb" if gbits <= 1 else "1mb"
-    command = ("tc", "-n", ns, "qdisc", "replace", "dev", dev, "root")
-    sh(*command, "tbf", "rate", f"{gbits}gbit", "burst", burst, "latency", "50ms")
+    net.shape(ns, dev, gbits * 1000)
 
 
 def iperf(near: str, far: str, size: int) -> float:
@@ -57,7 +43,7 @@ def iperf(near: str, far: str, size: int) -> float:
         assert server.stdout is not None
         while "listening" not in server.stdout.readline():
             pass
-        out = sh(*inside(near, "iperf3", "-c", FAR, "-n", str(size), "-J"))
+        out = net.run(*inside(near, "iperf3", "-c", FAR, "-n", str(size), "-J"))
     finally:
         server.kill()
         server.wait()

@@ -54,7 +54,11 @@ HOSTS = {"ab": 0.3, "abc": 0.7}
 SWITCHES_EACH = 10  # of one conversation; each adds some 30 tokens
 AT_ONCE = 2  # with more than slots, another turn takes a slot before its state is saved
 REPEATED = 4  # every fourth turn is asked of the unmoved engine once more, from nothing
-WORDS = {"dense": 150, "hybrid": 300, "swa": 300}  # the random models' answers are read as other tokens again
+WORDS = {
+    "dense": 150,
+    "hybrid": 450,
+    "swa": 450,
+}  # what random models say is read as other tokens
 SHAPES = ("shrunk", "forked", "compacted")
 
 

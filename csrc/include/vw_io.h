@@ -213,7 +213,7 @@ static inline size_t vw_joined(const struct vw_range *ranges, size_t n, size_t f
 }
 
 /* Below this a range is cheaper to copy together with its neighbours than to send by itself. */
-#define VW_SENDFILE_BYTES ((size_t)256 * 1024)
+#define VW_SENDFILE_BYTES ((size_t)32 * 1024)
 
 /* Sends a part of a file from the page cache; fd does not block. -EOPNOTSUPP before the first byte: cannot. */
 static inline int vw_send_file(int fd, int file_fd, struct vw_range range, int silence_ms, int64_t deadline_ms,

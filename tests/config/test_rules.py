@@ -39,7 +39,6 @@ from viiwork.errors import ConfigError
         ("activity:\n  event_history: -5\n", "2: activity.event_history: expected a whole number from 0 to"),
         ("kv_share:\n  memory: 0\n", "2: kv_share.memory: expected more than 0"),
         ("kv_share:\n  replicas: 0\n", "2: kv_share.replicas: expected a whole number from 1 to 16, got 0"),
-        ("kv_share:\n  workers: 17\n", "2: kv_share.workers: expected a whole number from 1 to 16, got 17"),
         (
             "kv_share:\n  stall_share: 0\n",
             "2: kv_share.stall_share: expected a share of the time from 0.001 to 1.0, got 0.0",

@@ -64,13 +64,14 @@ def test_a_session_that_changes_its_slot_leaves_its_marks_behind():
     assert states.get(SLOT) is None and kept(states, NEXT) == []
 
 
-def test_a_restored_slot_holds_what_the_replica_holds():
+def test_a_restored_slot_holds_what_the_replica_holds_and_what_that_kept_of_earlier_ones():
     states = saved((1000, 0))
-    states.restored(KEY, binding(1400, 7), "b")
-    state = states.get(SLOT)
-    assert state is not None and state.kept == [Kept(7, "b", 1400)]
+    states.restored(KEY, binding(1400, 7), (Kept(1, "a", 950), Kept(7, "b", 1400)))
+    assert kept(states) == [(1, 950), (7, 1400)]
     states.ran(KEY, binding(1600, 8), 1390, shared=True)
-    assert kept(states) == [(7, 1390)]
+    assert kept(states) == [(1, 950), (7, 1390)]
+    states.restored(KEY, binding(600, 7), (Kept(1, "a", 950), Kept(7, "b", 1400)))  # rendered for a part
+    assert kept(states) == [(1, 600), (7, 600)]
 
 
 def test_an_engine_that_started_anew_and_a_turn_that_ended_badly_leave_nothing():

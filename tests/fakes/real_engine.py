@@ -60,11 +60,11 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def real_engine(model: Path, folder: Path, build: Build) -> AsyncIterator[Engine]:
+async def real_engine(model: Path, folder: Path, build: Build, ctx: int = CTX) -> AsyncIterator[Engine]:
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = {"model": str(model), "folder": str(folder), "port": port, "ctx": CTX, **vars(build)}
+    options = {"model": str(model), "folder": str(folder), "port": port, "ctx": ctx, **vars(build)}
     with (folder / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

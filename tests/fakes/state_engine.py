@@ -164,10 +164,14 @@ def main() -> None:
     engine = Engine()
     app = web.Application()
 
+    async def props(request: web.Request) -> web.Response:
+        return web.json_response({"total_slots": N_SLOTS, "default_generation_settings": {"n_ctx": N_CTX}})
+
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     app.router.add_get("/health", health)
+    app.router.add_get("/props", props)
     app.router.add_get("/slots", engine.slots)
     app.router.add_post("/completion", engine.completion)
     app.router.add_post("/slots/{slot}", engine.act)

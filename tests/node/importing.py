@@ -142,8 +142,10 @@ class Worker:
         self.faults: list[str] = []
         self.dropped: list[str] = []
         self.takes_s = 0.0
+        self.useful: int | None = None  # of the last one that was rendered
 
-    async def render(self, name: str, target: int, out: Path) -> Rendered:
+    async def render(self, name: str, target: int, out: Path, *, at_most: int = 0) -> Rendered:
+        self.useful = at_most
         if self.faults:
             raise KvError(self.faults.pop(0))
         await asyncio.sleep(self.takes_s)
@@ -153,6 +155,16 @@ class Worker:
     async def drop(self, name: str) -> bool:
         self.dropped.append(name)
         return True
+
+
+class Prompts:
+    """What the requests share with replicas, in tokens."""
+
+    def __init__(self) -> None:
+        self.shared: int | None = None
+
+    async def common_tokens(self, ask: Ask, layout: Any, replica: Replica) -> int | None:
+        return self.shared
 
 
 class Paths:
@@ -178,6 +190,12 @@ class Peer:
         return b'{"generation": 1}'
 
 
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0)
+
+
 class Bench:
     """Node `a` with one backend."""
 
@@ -186,6 +204,7 @@ class Bench:
         self.d = Dispatcher("a", RoutingSection(), prepare=self._prepare, on_end=self._ended)
         self.d.slots.put_backend("m/0", model=MODEL, url="http://e", n_slots=n_slots, routable=True)
         self.worker, self.stats, self.peer = Worker(self.engine), KvStats(), Peer()
+        self.prompts = Prompts()
         self.layouts = Layouts(Layout(self.engine, folder))
         self.lost: list[SlotRef] = []  # slots found to hold something else
         self.replicas = self.d.book.replicas
@@ -211,6 +230,7 @@ class Bench:
             self.fetcher,
             self.stats,
             64,
+            self.prompts,  # type: ignore[arg-type]
         )
         self._number = 0
 
@@ -256,8 +276,8 @@ class Bench:
         grant = await self.begin(n_messages, **more)
         self.engine.ran(grant.slot or 0, prompt)
         self.d.finish(grant, Outcome("done", 200, usage=Usage(cached, prompt - cached, 1)))
-        while settle and len(self.held._background):
-            await asyncio.sleep(0)
+        if settle:
+            await until(lambda: not len(self.held._background))
         return grant
 
     async def stop(self) -> None:

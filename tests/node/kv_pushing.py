@@ -111,6 +111,7 @@ class Kept:
             total_bytes=5,
             raw_bytes=5,
             dropped=(),
+            known=(),
             stages=Stages(),
         )
 

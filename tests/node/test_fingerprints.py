@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.tiny_models import WINDOW
 from viiwork.config.model import ModelSection
 from viiwork.errors import ModelFileError
-from viiwork.node.fingerprints import StateFingerprints, changing_args
+from viiwork.node.fingerprints import StateFingerprints, changing_args, micro_batch
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,33 @@ async def test_a_lora_counts_by_its_content(smollm2: Path, tmp_path: Path):
         path.symlink_to(smollm2)
     prints = [await StateFingerprints([model(smollm2, "--lora", str(p))]).of("m") for p in whole]
     assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "n_tokens"),
+    [
+        ((), {}, 512),
+        (("-ub", "256"), {}, 256),
+        (("--ubatch-size=1024", "-c", "7"), {}, 1024),
+        (("--batch-size", "128"), {}, 128),
+        (("-ub", "4096", "-b", "4096"), {}, 4096),
+        (("-ub", "4096"), {}, 2048),
+        ((), {"LLAMA_ARG_UBATCH": "64"}, 64),
+        (("-ub", "32"), {"LLAMA_ARG_UBATCH": "64"}, 32),
+        (("-ub",), {}, 512),
+    ],
+)
+def test_the_micro_batch_is_what_the_arguments_bound_it_to(args, env, n_tokens):
+    assert micro_batch(args, env) == n_tokens
+
+
+async def test_a_sliding_window_cache_takes_the_window_and_a_micro_batch(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    gemma = tiny_models["gemma3"]
+    assert await StateFingerprints([model(gemma)]).swa_rows("m") == WINDOW + 512
+    assert await StateFingerprints([model(gemma, "-ub", "64")]).swa_rows("m") == WINDOW + 64
+    assert await StateFingerprints([model(gemma, "--swa-full")]).swa_rows("m") is None
+    assert await StateFingerprints([model(tiny_models["llama"])]).swa_rows("m") == 0
+    monkeypatch.setenv("LLAMA_ARG_SWA_FULL", "1")
+    assert await StateFingerprints([model(gemma)]).swa_rows("m") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from viiwork.core.turn import Ask, Outcome, Usage
 from viiwork.errors import KvError
 from viiwork.limits import KV_NO_REUSE_MAX
 
-from .importing import KEY, LINKS, MODEL, Bench
+from .importing import KEY, LINKS, MODEL, Bench, until
 
 NEW = 10**15  # a generation newer than any turn here
 
@@ -59,8 +58,7 @@ async def test_a_replica_that_could_not_be_imported_is_dropped(bench: Bench, rea
     bench.worker.faults = [reason]
     grant = await bench.begin(3)
     assert bench.replicas.get(KEY) is None
-    while not bench.worker.dropped:
-        await asyncio.sleep(0)
+    await until(lambda: bench.worker.dropped)
     bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 900, 1)))
     assert bench.stats.not_warm_causes == {f"import_failed:{reason}": 1}
 

@@ -13,7 +13,7 @@ from viiwork.core.holdings import Holding
 from viiwork.core.turn import Grant, Outcome, Usage
 from viiwork.errors import MeshError
 
-from .importing import KEY, LINKS, MODEL, SESSION, Bench
+from .importing import KEY, LINKS, MODEL, SESSION, Bench, until
 
 NEW = 10**15
 
@@ -139,8 +139,7 @@ async def test_the_tail_of_a_transfer_that_runs_is_waited_for(bench: Bench):
     receiving = asyncio.create_task(arrive())
     await asyncio.sleep(0)
     turn = asyncio.create_task(bench.begin(3))
-    while not bench.arrivals._waiting:
-        await asyncio.sleep(0)
+    await until(lambda: bench.arrivals._waiting)
     assert bench.engine.asked == []
     on_its_way.set()
     grant = await turn
@@ -162,8 +161,7 @@ async def test_a_transfer_that_breaks_off_ends_the_wait(bench: Bench):
     receiving = asyncio.create_task(arrive())
     await asyncio.sleep(0)
     turn = asyncio.create_task(bench.begin(3))
-    while not bench.arrivals._waiting:
-        await asyncio.sleep(0)
+    await until(lambda: bench.arrivals._waiting)
     broken.set()
     grant = await turn
     held = bench.d.sessions.get(KEY)
@@ -177,8 +175,7 @@ async def test_a_client_that_leaves_while_a_state_is_fetched_leaves_no_lease(ben
     bench.peer_holds("b", holding(10_000, 2))
     bench.peer.answers = asyncio.Event().wait
     turn = asyncio.create_task(bench.begin(3))
-    while not bench.peer.asked:
-        await asyncio.sleep(0)
+    await until(lambda: bench.peer.asked)
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)
     assert bench.d.slots.open_leases == 0 and not bench.importer._running

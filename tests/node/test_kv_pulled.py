@@ -18,7 +18,7 @@ from viiwork.core.replicas import Replica
 from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slots import SlotRef
 from viiwork.errors import KvError, KvRefused, RequestError, Unauthorized
-from viiwork.limits import KV_PULLS_AT_ONCE, KV_PULLS_PER_PEER, KV_WITHHELD_MAX
+from viiwork.limits import KV_PULLS_AT_ONCE, KV_PULLS_PER_PEER
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_pulled import PullServer
@@ -161,22 +161,6 @@ async def test_an_open_mesh_sends_nothing_to_an_address_that_is_not_private(tmp_
     holder.peers.addr = "192.168.1.7"
     with pytest.raises(KvRefused, match="no secret"):
         await holder.asked()
-
-
-async def test_a_session_whose_newest_turn_must_stay_is_not_sent(tmp_path: Path):
-    holder = Holder(tmp_path)
-    holder.server.withhold(KEY, True)
-    with pytest.raises(KvRefused, match="must not leave"):
-        await holder.asked()
-    holder.server.withhold(KEY, False)
-    assert await holder.asked() == 9
-
-
-async def test_the_sessions_that_must_stay_are_remembered_within_bounds(tmp_path: Path):
-    holder = Holder(tmp_path)
-    for n in range(KV_WITHHELD_MAX + 10):
-        holder.server.withhold((str(n), MODEL), True)
-    assert len(holder.server._withheld) == KV_WITHHELD_MAX
 
 
 async def test_one_peer_and_all_of_them_are_bounded(tmp_path: Path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from viiwork.core.sessions import Binding
 from viiwork.core.turn import Ask, Outcome
 from viiwork.errors import KvError
 from viiwork.limits import KV_FULL_LONG_S, KV_PUSH_TRIES
@@ -65,7 +66,7 @@ async def test_nothing_is_saved_when_no_peer_could_use_it(bench: Bench):
 
 async def test_nothing_is_saved_when_its_peer_holds_it_already(bench: Bench):
     generation = await bench.turn()
-    bench.targets.sent(KEY, FIRST, generation)
+    bench.targets.sent(KEY, FIRST, Binding("a", None, 0, generation))
     await bench.quiet()
     assert bench.engine.saved == [] and bench.stats.sent.skipped == {"current": 1}
 
@@ -132,11 +133,11 @@ async def test_a_peer_that_is_full_for_long_comes_last(bench: Bench, monkeypatch
 
 
 async def test_a_copy_counts_until_the_peer_says_otherwise_or_goes(bench: Bench):
-    bench.targets.sent(KEY, FIRST, 7)
+    bench.targets.sent(KEY, FIRST, Binding("a", None, 0, 7))
     assert bench.targets.holders(KEY, 7) == {FIRST} and not bench.targets.holders(KEY, 8)
     bench.reports(FIRST)  # asked for later, and tells of no such state
     assert not bench.targets.holders(KEY, 7)
-    bench.targets.sent(KEY, SECOND, 7)
+    bench.targets.sent(KEY, SECOND, Binding("a", None, 0, 7))
     bench.targets.peer_gone(SECOND)
     assert not bench.targets.holders(KEY, 7)
 
@@ -380,7 +381,7 @@ async def test_nothing_is_kept_of_what_others_hold_or_the_engine_keeps_or_is_bui
     await lone_states(bench)
     grant = await bench.begin("u")
     for state in list(bench.states.newest_first()):
-        bench.targets.sent(state.key, FIRST, state.binding.generation)
+        bench.targets.sent(state.key, FIRST, state.binding)
     await bench.stash.before(grant)
     assert bench.engine.saved == []
     bench.dispatcher.finish(grant, Outcome("client_gone"))

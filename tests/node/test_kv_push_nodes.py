@@ -72,6 +72,22 @@ async def test_a_session_that_was_edited_forked_and_cut_is_sent_cheaply_and_cont
     assert text_of(moved) == text_of(at_home)
 
 
+async def test_a_session_that_moves_to_and_fro_is_sent_as_deltas_of_what_each_side_had(
+    pair: Pair, http: aiohttp.ClientSession
+):
+    messages, session = opening(300), uuid.uuid4().hex
+    sent: list[dict[str, Any]] = []
+    for n in range(4):
+        node = pair[n % 2]
+        answer = await chat(http, node, messages, session)
+        assert answer["node"] == node.name and (n == 0 or reused_share(answer) > 0.9)
+        sent.append(await pushed(http, node))
+        messages = rest(messages, answer, "Go on.")
+    # Whole groups of rows alone would be found by their digests; the marks of both sides tell of each row.
+    for newer, held in ((sent[2], sent[0]), (sent[3], sent[1])):
+        assert held["tokens"] - 4 <= newer["kept"] <= held["tokens"]
+
+
 class Leaving:
     """A has had a session to itself when B comes, so nothing is pushed before A ends."""
 

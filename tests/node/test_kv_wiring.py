@@ -10,13 +10,21 @@ from typing import Any
 
 from viiwork.config.model import RoutingSection
 from viiwork.core.turn import Ask, Grant, Outcome
-from viiwork.engine.slots import SaveDone, SlotView
+from viiwork.engine.slots import Props, SaveDone, SlotView
 from viiwork.engine.views import BackendView
 from viiwork.errors import KvError
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_verdicts import Verdict
+from viiwork.wire.state import CacheShape, Plane, StateShape
 
 KEY = ("s", "m")
+PLANES = (Plane(1, 128),)
+DENSE = StateShape(
+    state_version=4,
+    ext=False,
+    caches=(CacheShape(name="base", n_rot_k=0, n_rot_v=0, k=PLANES, v=PLANES),),
+)
 
 
 def view(folder: Path, **changes: Any) -> BackendView:
@@ -53,6 +61,9 @@ class Client:
         self.saved: list[int] = []
         self.never: asyncio.Event | None = None
 
+    async def props(self) -> Props:
+        return Props(len(self.held), "b1", "/m.gguf", False, 512)
+
     async def slots(self, timeout_s: float = 1.0) -> list[SlotView]:
         return [SlotView(i, 512, False, None, n, None, None) for i, n in enumerate(self.held)]
 
@@ -64,7 +75,7 @@ class Client:
 
 
 class Info:
-    shape = "a shape"
+    shape = DENSE
     n_stream = 2
     v_trans = False
 
@@ -82,7 +93,7 @@ class Worker:
         self._fault()
         return Info()
 
-    async def render(self, *args: Any) -> None:
+    async def render(self, *args: Any, **options: Any) -> None:
         self._fault()
 
     async def drop(self, name: str) -> bool:
@@ -100,11 +111,24 @@ def dispatcher(n_slots: int = 2) -> Dispatcher:
     return d
 
 
-def layouts_of(worker: Worker, client: Client, d: Dispatcher) -> EngineLayouts:
-    async def fingerprint(model: str) -> bytes:
+class Facts:
+    async def of(self, model: str) -> bytes:
         return b"f" * 32
 
-    return EngineLayouts(worker, fingerprint, lambda url, n: client, d, again_s=0.001)  # type: ignore[arg-type]
+    async def swa_rows(self, model: str) -> int | None:
+        return 0
+
+
+class Tested:
+    """Says of every engine that its states are portable."""
+
+    async def get(self, key: str) -> Verdict | None:
+        return Verdict(word="portable")
+
+
+def layouts_of(worker: Worker, client: Client, d: Dispatcher) -> EngineLayouts:
+    made: Any = (worker, Facts(), Tested(), lambda url, n: client, d)
+    return EngineLayouts(*made, again_s=0.001)
 
 
 async def until(true: Callable[[], Any]) -> None:

@@ -12,9 +12,9 @@ from tests.fakes.savefiles import DENSE, FORMS, HYBRID, HYBRID_SWA, RECURRENT, S
 from tests.fakes.statestore import Store, info_of, store_of
 from viiwork.errors import SaveFileError
 from viiwork.wire.plan import StoreRows, StoreStrips, plan_bytes
-from viiwork.wire.rendering import longest, render_plan
+from viiwork.wire.rendering import longest, most_useful, render_plan
 from viiwork.wire.savefile import layout_of
-from viiwork.wire.state import Layout
+from viiwork.wire.state import Layout, segments_of
 
 LAYOUTS = {
     "same": {},
@@ -126,6 +126,58 @@ def test_a_window_is_cut_only_where_the_rows_before_the_cut_are_held() -> None:
     assert reason(store, deep, 33) == "not_held"  # rows from 14 on are held, 13 would be needed
     assert reason(store, target_of(state), 35) == "not_held"  # how many are enough is not known
     assert [longest(store.stored, deep, n) for n in (40, 39, 34, 33)] == [40, 39, 34, 0]
+
+
+def test_a_window_at_the_engines_edge_gets_a_cell_of_zeros_before_it() -> None:
+    state = SWA.at(checkpoints=())
+    store, target = store_of(make(state)), target_of(state, swa_pad=True)
+    made = store.render(target)
+    window = info_of(made).caches[1]
+    assert (window.lo, window.cells) == (23, 17)
+    padded = store_of(made)
+    values = {segment.index for segment in segments_of(target.shape) if segment.cache == 1}
+    for segment in values:
+        assert not any(padded.rows.pop((segment, 23)))
+    assert padded.rows == store.rows
+
+
+@pytest.mark.parametrize("state", [SWA.at(n=10), SWA.at(v_trans=True), DENSE, HYBRID])
+def test_no_other_cache_gets_one(state: State) -> None:
+    state = state.at(checkpoints=())
+    assert store_of(make(state)).render(target_of(state, swa_pad=True)) == make(state)
+
+
+def test_a_deeper_window_gets_none() -> None:
+    state = SWA.at(checkpoints=())
+    store = store_of(make(state.at(n=30)))
+    store.add(make(state), keep=30)
+    deep = target_of(state, swa_rows=22)
+    assert store.render(msgspec.structs.replace(deep, swa_pad=True)) == store.render(deep)
+
+
+def test_a_hybrid_is_rendered_whole_when_a_checkpoint_in_it_reaches_further_than_a_kept_state() -> None:
+    state = HYBRID.at(checkpoints=(20, 37))
+    store = store_of(make(state.at(n=25, checkpoints=(20,))))
+    store.add(make(state), keep=25)
+    both = target_of(state, checkpoints=2)
+    assert [most_useful(store.stored, both, n) for n in (40, 39, 37)] == [40, 40, 40]
+    assert [most_useful(store.stored, both, n) for n in (36, 25)] == [25, 25]  # 20 is all a checkpoint offers
+    assert [most_useful(store.stored, both, n) for n in (24, 20, 19)] == [40, 40, 0]
+    none = target_of(state, checkpoints=0)
+    assert [most_useful(store.stored, none, n) for n in (40, 39, 25, 24)] == [40, 25, 25, 0]
+
+
+def test_a_window_is_rendered_whole_when_it_is_deep_enough_for_the_engine_to_go_back_in() -> None:
+    state = SWA.at(checkpoints=())
+    store = store_of(make(state.at(n=30)))
+    store.add(make(state), keep=30)
+    deep = target_of(state, swa_rows=25)  # rows 15 to 39, of which each token looks 16 back
+    assert [most_useful(store.stored, deep, n) for n in (40, 39, 32, 31)] == [40, 39, 40, 0]
+
+
+def test_a_dense_state_is_rendered_as_far_as_it_is_of_use() -> None:
+    stored, target = store_of(make(DENSE)).stored, target_of(DENSE, max_tokens=30)
+    assert [most_useful(stored, target, n) for n in (40, 30, 29, 0)] == [30, 30, 29, 0]
 
 
 def test_a_window_that_holds_everything_is_cut_anywhere() -> None:

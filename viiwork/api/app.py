@@ -16,7 +16,7 @@ from viiwork.api.body import Bodies
 from viiwork.api.guard import ORIGIN, ControlGuard, PageGuard
 from viiwork.api.inference import REQUEST_HEADER, Inference
 from viiwork.api.outgoing import Silences
-from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins, Requests
+from viiwork.api.ports import Channels, Dispatcher, External, Facts, Origins, Prompts, Requests
 from viiwork.api.routes import POST, AnyRoute, ControlRoute, Route, RouteTable
 from viiwork.api.server import ClientConnection, ClientServer, error_answer
 from viiwork.api.upgrade import Upgrade
@@ -51,6 +51,7 @@ class ApiServer:
         *,
         requests: Requests,
         external: Callable[[str], External | None] = lambda backend: None,
+        prompts: Prompts | None = None,
         allows_origin: Callable[[str], bool] = lambda origin: False,
         upstreams: Upstreams | None = None,
         body_max_bytes: int = BODY_MAX_BYTES,
@@ -75,6 +76,7 @@ class ApiServer:
             requests,
             facts.model_for,
             external=external,
+            prompts=prompts,
         )
         self._admin = Admin(facts)
         self._pages = PageGuard(allows_origin)

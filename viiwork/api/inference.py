@@ -20,7 +20,7 @@ from viiwork.api.body import Bodies
 from viiwork.api.connection import Address, Connection
 from viiwork.api.headers import header, request_head, safe_value
 from viiwork.api.outgoing import ClientAnswer, Silences, has_stream
-from viiwork.api.ports import Dispatcher, External, Origins, Requests
+from viiwork.api.ports import Dispatcher, External, Origins, Prompts, Requests
 from viiwork.api.relay import Passed, relay
 from viiwork.api.server import ClientConnection, Sent
 from viiwork.api.upstream import Upstreams
@@ -84,7 +84,9 @@ class Inference:
         model_for: Callable[[str], str | None],
         *,
         external: Callable[[str], External | None] = lambda backend: None,
+        prompts: Prompts | None = None,
     ) -> None:
+        self._prompts = prompts
         self._dispatcher = dispatcher
         self._origins = origins
         self._node = node
@@ -169,6 +171,8 @@ class Inference:
     ) -> web.StreamResponse:
         ask = run.ask
         self._running[ask.request_id] = run
+        if self._prompts is not None and ask.needs_slot:
+            self._prompts.put(ask.request_id, run.client.path, body)
         if wanted.stream and has_stream(run.client.path):
             self._silences.enter(run.client)
         try:
@@ -197,6 +201,8 @@ class Inference:
             self._silences.leave(run.client)
             if self._running.get(ask.request_id) is run:  # a peer may name two requests alike
                 del self._running[ask.request_id]
+                if self._prompts is not None:
+                    self._prompts.forget(ask.request_id)
 
     async def _route(
         self, request: web.BaseRequest, path_qs: str, body: bytes, wanted: Peek, run: _Run

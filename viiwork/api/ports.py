@@ -46,6 +46,16 @@ class Requests(Protocol):
         ...
 
 
+class Prompts(Protocol):
+    """Sees the bodies of requests while these look for a place or have one."""
+
+    def put(self, request_id: str, path: str, body: bytes) -> None:
+        """Borrow a body until `forget`; it must not be kept beyond that."""
+        ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
 class Origins(Protocol):
     """Proof of who sent a request."""
 
@@ -113,6 +123,14 @@ class Parking(Protocol):
 
         Raises `RequestError` for a name that is not configured here, and then changes nothing.
         """
+        ...
+
+
+class BenchEnds(Protocol):
+    """Makes this machine the other end of a measurement."""
+
+    async def begin(self) -> int:
+        """The port at which one host is awaited now. Raises `BenchError`."""
         ...
 
 

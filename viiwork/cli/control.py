@@ -76,6 +76,21 @@ class _Secret:
             raise UsageError(str(fault)) from None
 
 
+def secrets_of(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> tuple[bytes, ...]:
+    """The mesh's secret, and behind it the previous one; () = none, an open mesh."""
+    config = _config(args.config)
+    variable = args.secret_env or config.mesh.secret_env
+    if args.secret_env and not env.get(variable, "").strip():
+        raise UsageError(f"--secret-env: the environment variable {printable(variable)[:64]} is not set")
+    found = (_Secret(name, env).key() for name in (variable, config.mesh.secret_prev_env))
+    return tuple(secret for secret in found if secret is not None)
+
+
+def own_address_of(args: argparse.Namespace) -> tuple[str, int]:
+    """Where this machine's node listens, by the config that was named or its own."""
+    return _own_address(_config(args.config))
+
+
 class ControlClient:
     """Asks one node; every failure is a `ViiworkError` whose text is one line for the operator.
 

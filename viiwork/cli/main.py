@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from viiwork.cli import alias, check, demo, down, replay, serve
+from viiwork.cli import alias, bench, check, demo, down, replay, serve
 from viiwork.config.fault import printable
 from viiwork.errors import UsageError, ViiworkError
 from viiwork.mesh.notices import one_line
 from viiwork.version import VERSION
 
-COMMANDS = (serve, check, down, alias, replay, demo)
+COMMANDS = (serve, check, down, alias, replay, demo, bench)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -131,7 +131,6 @@ class KvShareSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory: Bytes = Bytes(8 * GIB)
     replicas: int = 1
     min_tokens: int = 1024
-    workers: int = 1
     direct: Tri | tuple[str, ...] = Tri("auto")
     encrypt: Tri = Tri("auto")
     plain: tuple[str, ...] = ()

@@ -137,7 +137,6 @@ def _kv_share(kv_share: KvShareSection) -> None:
         raise Fault("kv_share.memory", "more than 0 (enabled: false turns sharing off)", str(kv_share.memory))
     checks.between("kv_share.replicas", kv_share.replicas, 1, limits.KV_COPIES_MAX)
     checks.between("kv_share.min_tokens", kv_share.min_tokens, 1, limits.CONTEXT_MAX_TOKENS)
-    checks.between("kv_share.workers", kv_share.workers, 1, limits.KV_WORKERS_MAX)
     if not limits.KV_STALL_SHARE_MIN <= kv_share.stall_share <= 1.0:
         expected = f"a share of the time from {limits.KV_STALL_SHARE_MIN} to 1.0"
         raise Fault("kv_share.stall_share", expected, str(kv_share.stall_share))

@@ -11,6 +11,7 @@ from viiwork.core.addresses import is_private_path
 from viiwork.core.affinity import rendezvous
 from viiwork.core.capacity import KvIdentity, ModelCapacity
 from viiwork.core.sessions import SessionKey
+from viiwork.core.slot_states import Kept
 from viiwork.limits import KV_EVICTED_MAX
 
 Warmth = Literal["warm", "partly", "cold"]
@@ -31,6 +32,7 @@ class Replica:
     source: str
     tip: str = ""  # last link of the turn that made it
     scope: str = ""  # `holdings.scope_of` its client's key
+    kept: tuple[Kept, ...] = ()  # generations whose leading rows are the same, as its source said
 
 
 class ReplicaTable:

@@ -8,7 +8,7 @@ then compares digests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,8 +32,14 @@ class SlotState:
     key: SessionKey
     binding: Binding
     shared: bool  # it may leave the node, or be kept as a replica
+    lasting: bool = True  # another turn is expected
     kept: list[Kept] = field(default_factory=list)  # oldest first
     saved_at: float = -math.inf
+
+    @property
+    def is_owed(self) -> bool:
+        """Is it worth keeping before the slot or the node goes?"""
+        return self.shared and self.lasting
 
     @property
     def new_tokens(self) -> int:
@@ -53,14 +59,16 @@ class SlotStates:
     def newest_first(self) -> Iterator[SlotState]:
         return iter(sorted(self._states.values(), key=lambda state: -state.binding.generation))
 
-    def ran(self, key: SessionKey, binding: Binding, cached: int | None, *, shared: bool) -> None:
+    def ran(
+        self, key: SessionKey, binding: Binding, cached: int | None, *, shared: bool, lasting: bool = True
+    ) -> None:
         """A turn of the session succeeded in the slot of its binding and kept `cached` rows of it."""
         if binding.ref is None:
             raise ValueError("a turn in a slot names it")
         for ref in [ref for ref, state in self._states.items() if state.key == key and ref != binding.ref]:
             del self._states[ref]
         known = self._states.get(binding.ref)
-        state = self._states[binding.ref] = SlotState(key, binding, shared)
+        state = self._states[binding.ref] = SlotState(key, binding, shared, lasting)
         if known is not None and known.key == key:
             state.saved_at = known.saved_at
             state.kept = _lowered(known.kept, cached or 0)
@@ -71,12 +79,12 @@ class SlotStates:
             state.kept = [*state.kept, Kept(generation, source, n_tokens)][-(KV_MARKS_MAX - 1) :]
             state.saved_at = now
 
-    def restored(self, key: SessionKey, binding: Binding, source: str) -> None:
-        """A replica was restored: the slot holds exactly what that state holds."""
+    def restored(self, key: SessionKey, binding: Binding, kept: Sequence[Kept]) -> None:
+        """A replica was restored: the slot holds its leading rows, and with them what it kept of others."""
         if binding.ref is None:
             raise ValueError("a restored state lies in a slot")
         state = self._states[binding.ref] = SlotState(key, binding, shared=True)
-        state.kept = [Kept(binding.generation, source, binding.n_tokens)]
+        state.kept = _lowered(kept[-(KV_MARKS_MAX - 1) :], binding.n_tokens)
 
     def unknown(self, ref: SlotRef) -> None:
         """Something else ran there, or ended badly."""
@@ -88,6 +96,6 @@ class SlotStates:
             del self._states[ref]
 
 
-def _lowered(kept: list[Kept], cached: int) -> list[Kept]:
+def _lowered(kept: Sequence[Kept], cached: int) -> list[Kept]:
     """The marks after a turn that kept so many rows; those that say nothing any more go."""
     return [Kept(mark.generation, mark.source, min(mark.keep, cached)) for mark in kept if cached > 0]

@@ -1,4 +1,4 @@
-"""The engine's slot endpoints: what they hold, save, restore, erase; and its probes."""
+"""The engine's slot endpoints: what they hold, run, save, restore, erase; its probes; a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ class RestoreDone:
     n_restored: int
     n_read: int
     ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A prompt that ran in a slot."""
+
+    n_cached: int  # leading tokens the slot held already
+    n_read: int
+    tokens: tuple[int, ...]  # what came out
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,24 @@ class _Restored(msgspec.Struct):
 class _Erased(msgspec.Struct):
     id_slot: int
     n_erased: int
+
+
+class _Counts(msgspec.Struct):
+    cache_n: int
+    prompt_n: int
+
+
+class _Completion(msgspec.Struct):
+    timings: _Counts
+    tokens: list[int] = msgspec.field(default_factory=list)
+
+
+class _Prompt(msgspec.Struct):
+    prompt: str
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class _Generation(msgspec.Struct):
@@ -171,6 +198,23 @@ class SlotsClient:
         if status not in (200, 400, 501):
             raise EngineError(f"one token in slot {slot} failed: {status} {_message(answer)}")
 
+    async def run(self, slot: int, tokens: list[int], n_predict: int, timeout_s: float) -> Ran:
+        """Read a prompt into `slot` and generate `n_predict` tokens, the likeliest. Raises `EngineError`."""
+        self._check_slot(slot)
+        body = {"prompt": tokens, "n_predict": n_predict, "id_slot": slot, "temperature": 0}
+        body |= {"cache_prompt": True, "return_tokens": True, "stream": False}
+        done = await self._post("/completion", body, _Completion, timeout_s)
+        return Ran(done.timings.cache_n, done.timings.prompt_n, tuple(done.tokens))
+
+    async def templated(self, body: bytes, timeout_s: float) -> str:
+        """The prompt a chat request's body becomes. Raises `EngineError`."""
+        return (await self._post("/apply-template", body, _Prompt, timeout_s)).prompt
+
+    async def tokenized(self, text: str, timeout_s: float) -> list[int]:
+        """The tokens of a prompt, as a completion reads it. Raises `EngineError`."""
+        body = {"content": text, "add_special": True, "parse_special": True}
+        return (await self._post("/tokenize", body, _Tokens, timeout_s)).tokens
+
     async def save(self, slot: int, filename: str, timeout_s: float) -> SaveDone:
         """Write `slot` to `filename` in the backend's folder. Raises `KvError`."""
         done = await self._act(slot, "save", filename, _Saved, timeout_s)
@@ -208,20 +252,19 @@ class SlotsClient:
         return done
 
     async def _get(self, path: str, kind: type[T], timeout_s: float) -> T:
-        status, body = await self._ask("GET", path, None, timeout_s)
-        if status != 200:
-            raise EngineError(f"{path} answered {status} {_message(body)}")
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"{path} answered something that is not an engine's: {error}") from error
+        return _decoded(path, *await self._ask("GET", path, None, timeout_s), kind)
+
+    async def _post(self, path: str, body: Any, kind: type[T], timeout_s: float) -> T:
+        return _decoded(path, *await self._ask("POST", path, body, timeout_s), kind)
 
     async def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
-        """One exchange. Raises `EngineError` for anything but an answer of bounded size."""
+        """One exchange; `body` is a value, or JSON already. Raises `EngineError` without a bounded answer."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if data is not None else None
         try:
             async with self._session.request(
-                method, self._url + path, json=body, timeout=timeout, allow_redirects=False
+                method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 answer = await _read_bounded(response)
                 return response.status, answer
@@ -233,6 +276,15 @@ class SlotsClient:
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self._n_slots:
             raise KvError("no_such_slot", f"slot {slot} of an engine with {self._n_slots}")
+
+
+def _decoded(path: str, status: int, body: bytes, kind: type[T]) -> T:
+    if status != 200:
+        raise EngineError(f"{path} answered {status} {_message(body)}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{path} answered something that is not an engine's: {error}") from error
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -29,6 +29,7 @@ _NESTING_MAX = 4
 _NESTED_MAX = 4096  # no known key nests arrays at all
 _ALIGNMENT_KEY = b"general.alignment"
 _DEFAULT_ALIGNMENT = 32
+_WINDOW_KEY = b".attention.sliding_window"  # behind the name of the architecture
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _SAMPLE_BYTES = 4096  # of the start and of the middle of each tensor
 _SAMPLES_MAX = 4096  # tensors sampled a file, evenly spread; 32 MiB read at worst
@@ -42,6 +43,7 @@ class Header:
     n_tensors: int
     header_bytes: int  # metadata and tensor table, without the padding behind them
     tensor_starts: tuple[int, ...]  # absolute file offsets, in the order of the table
+    window: int  # tokens its sliding layers look back, 0 = it names none
 
 
 def shards(path: Path) -> list[Path]:
@@ -76,6 +78,15 @@ def read_header(file: BinaryIO, name: str = "file") -> Header:
         return _Reader(file, os.fstat(file.fileno()).st_size).header()
     except _Malformed as error:
         raise ModelFileError(f"{name} is not a usable GGUF file: {error}") from None
+
+
+def sliding_window(path: Path) -> int:
+    """Tokens the model's sliding layers look back, 0 = it names none. Blocks. Raises `ModelFileError`."""
+    try:
+        with shards(path)[0].open("rb") as file:
+            return read_header(file, path.name).window
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror}") from error
 
 
 class Fingerprints:
@@ -153,6 +164,7 @@ class _Reader:
         self._size = size
         self._at = 0
         self._alignment = _DEFAULT_ALIGNMENT
+        self._window = 0
 
     def header(self) -> Header:
         if self._bytes(4) != MAGIC:
@@ -169,11 +181,14 @@ class _Reader:
         data = -(-self._at // self._alignment) * self._alignment
         if offsets and data + max(offsets) >= self._size:
             raise _Malformed(f"it is truncated: {self._size} bytes, a tensor begins at {data + max(offsets)}")
-        return Header(version, n_tensors, self._at, tuple(data + offset for offset in offsets))
+        return Header(version, n_tensors, self._at, tuple(data + offset for offset in offsets), self._window)
 
     def _pair(self) -> None:
         key = self._string()
         kind = self._u32()
+        if key.endswith(_WINDOW_KEY) and kind == 4:
+            self._window = self._u32()
+            return
         if key != _ALIGNMENT_KEY:
             self._skip_value(kind, 0)
             return

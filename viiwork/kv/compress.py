@@ -5,6 +5,7 @@ from __future__ import annotations
 import zstandard
 
 from viiwork.errors import ChannelError
+from viiwork.kv.buffers import new_buffer
 from viiwork.limits import KV_COMPRESS_GAIN, KV_COMPRESS_LEVEL, KV_FRAME_MAX_BYTES
 from viiwork.native.rows import merge_planes, split_planes
 from viiwork.wire.channel import Codec
@@ -28,7 +29,7 @@ class Packer:
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdCompressor(level=KV_COMPRESS_LEVEL, write_checksum=False)
-        self._planes = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        self._planes = new_buffer(KV_FRAME_MAX_BYTES)
 
     def pack(self, payload: memoryview, codec: Codec) -> bytes | None:
         """The payload as it travels; None when it is not worth it."""
@@ -48,7 +49,7 @@ class Unpacker:
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdDecompressor()
-        self._merged = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        self._merged = new_buffer(KV_FRAME_MAX_BYTES)
 
     def unpack(self, payload: bytes | bytearray | memoryview, codec: Codec, raw_bytes: int) -> memoryview:
         """Raises `ChannelError` (`corrupt`); never makes more than `raw_bytes`, which is capped."""

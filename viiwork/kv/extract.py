@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from blake3 import blake3
 
 from viiwork.errors import KvError, SaveFileError
+from viiwork.kv.buffers import new_buffer
 from viiwork.kv.files import open_save, pread_of
 from viiwork.kv.jobs import SaveFacts, StateFile
 from viiwork.kv.link import file_errors
@@ -160,7 +161,7 @@ class SavedState:
         self, offset: int, stride: int, n: int, n_channels: int, elem_bytes: int, into: memoryview
     ) -> None:
         if not len(self._scratch):
-            self._scratch = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+            self._scratch = new_buffer(KV_FRAME_MAX_BYTES)
         strips = self._scratch[: n * n_channels * elem_bytes]
         gather_strips(self.fd, offset, stride, n * elem_bytes, n_channels, strips)
         transpose(strips, n_channels, n, elem_bytes, into[: len(strips)])
@@ -170,7 +171,7 @@ class SavedState:
         if not digests or len(self.info.caches) != 1:
             return 0
         group = rows_of_group(self.info.shape.caches[0])
-        buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        buffer = new_buffer(KV_FRAME_MAX_BYTES)
         most = min(min(held, self.info.n_tokens) // group, len(digests) // DIGEST_BYTES)
         for index in range(most):
             view = self.read(self.whole_group(0, index), buffer)

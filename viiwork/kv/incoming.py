@@ -9,6 +9,7 @@ import msgspec
 from blake3 import blake3
 
 from viiwork.errors import ChannelError, KvError
+from viiwork.kv.buffers import new_buffer
 from viiwork.kv.files import pread_of
 from viiwork.kv.link import Cancel, file_errors
 from viiwork.kv.rowfile import RowFile
@@ -52,7 +53,7 @@ class Incoming:
         self._rows = [
             RowFile(fd, cache) for fd, cache in zip(self._claim.files, offer.shape.caches, strict=True)
         ]
-        self._buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        self._buffer = new_buffer(KV_FRAME_MAX_BYTES)
         self._held: Manifest | None = None  # what `have` told of
         self._lineage = False
         self._begun = False

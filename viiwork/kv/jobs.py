@@ -106,7 +106,16 @@ class RenderJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replica: str
     target: Layout
     out: str
-    at_most: int = 0  # tokens that are of use; 0 = all. Fewer where the state cannot be cut exactly there
+    # Tokens that are of use, 0 = all. The file has fewer where the state cannot be cut exactly there, more
+    # where the engine reaches further back in it than a shorter one goes.
+    at_most: int = 0
+
+
+class MatchJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many leading tokens does a prompt share with a replica?"""
+
+    replica: str
+    prefix: bytes  # `prefix_digests` of the prompt's tokens
 
 
 class InspectJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,7 +137,7 @@ class CancelJob(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: int
 
 
-Job = SendJob | ReceiveGrant | KeepJob | RenderJob | InspectJob | DropJob | StatsJob
+Job = SendJob | ReceiveGrant | KeepJob | RenderJob | MatchJob | InspectJob | DropJob | StatsJob
 
 
 class SendDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,6 +165,7 @@ class ReceiveDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     wire_bytes: int
     dropped: tuple[str, ...]  # replicas that made room or were replaced
     stages: Stages
+    known: tuple[Mark, ...] = ()  # the offer's: generations whose leading rows these are, itself among them
 
 
 class RenderDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +173,13 @@ class RenderDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     n_tokens: int
     total_bytes: int
     stages: Stages
+
+
+class MatchDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prompt's first `n_same` tokens are the replica's, and `next` are those that follow in it."""
+
+    n_same: int
+    next: bytes  # little-endian i32, at most KV_PREFIX_TOKENS: the difference is among them
 
 
 class InspectDone(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,7 +210,7 @@ class Failed(_Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     message: str
 
 
-Done = SendDone | ReceiveDone | RenderDone | InspectDone | DropDone | StoreStats | Ready | Failed
+Done = SendDone | ReceiveDone | RenderDone | MatchDone | InspectDone | DropDone | StoreStats | Ready | Failed
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ import time
 
 from blake3 import blake3
 
+from viiwork.kv.buffers import new_buffer
 from viiwork.kv.extract import open_state
 from viiwork.kv.incoming import Incoming
 from viiwork.kv.jobs import KeepJob, ReceiveDone, Stages
@@ -28,7 +29,7 @@ def keep_state(job: KeepJob, store: ReplicaStore, cancel: Cancel) -> ReceiveDone
             have = incoming.have()
             keep = keep_of(offer, state.tokens, have, state.same_rows(have.digests, have.n))
             incoming.begin(keep)
-            buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+            buffer = new_buffer(KV_FRAME_MAX_BYTES)
             raw_bytes = 0
             for piece in pieces_of(offer, have, keep, incoming.starts):
                 cancel.check()
@@ -50,4 +51,4 @@ def keep_state(job: KeepJob, store: ReplicaStore, cancel: Cancel) -> ReceiveDone
             incoming.close()
     stages.total_s = time.monotonic() - started
     dropped = (*incoming.evicted, *([replaced] if replaced else []))
-    return done_of(manifest, keep, raw_bytes, 0, dropped, stages)
+    return done_of(manifest, keep, raw_bytes, 0, dropped, stages, offer.known)

@@ -207,7 +207,7 @@ class Link:
             fcntl.ioctl(self._fd, termios.TIOCOUTQ, left)
         return left[0]
 
-    def recv_body(self, header: Header, into: bytearray) -> memoryview:
+    def recv_body(self, header: Header, into: bytearray | memoryview) -> memoryview:
         """Payload and tag, into the front of `into`."""
         view = memoryview(into)[: header.wire_len + TAG_BYTES]
         self.received_bytes += HEADER_BYTES + len(view)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from viiwork.kv.buffers import new_buffer
 from viiwork.limits import KV_RING_BUFFERS
 
 T = TypeVar("T")
@@ -23,10 +24,9 @@ class Pipeline(Generic[T]):
     """
 
     def __init__(self, buffer_bytes: int, partner: Callable[[Pipeline[T]], None]) -> None:
-        self._empty: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[bytearray, T] | None] = queue.SimpleQueue()
-        for _ in range(KV_RING_BUFFERS):
-            self._empty.put(bytearray(buffer_bytes))
+        self._empty: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[memoryview, T] | None] = queue.SimpleQueue()
+        self._buffer_bytes, self._made = buffer_bytes, 0
         self._partner = partner
         self._error: BaseException | None = None
         self._stopped = False
@@ -45,22 +45,25 @@ class Pipeline(Generic[T]):
             self._empty.put(None)
             self._full.put(None)
 
-    def take(self) -> bytearray:
+    def take(self) -> memoryview:
+        if self._made < KV_RING_BUFFERS and self._empty.empty():
+            self._made += 1
+            self._empty.put(new_buffer(self._buffer_bytes))
         buffer = self._empty.get()
         if buffer is None or self._stopped:
             raise PartnerStopped
         return buffer
 
-    def put(self, buffer: bytearray, item: T) -> None:
+    def put(self, buffer: memoryview, item: T) -> None:
         self._full.put((buffer, item))
 
-    def get(self) -> tuple[bytearray, T]:
+    def get(self) -> tuple[memoryview, T]:
         entry = self._full.get()
         if entry is None:
             raise PartnerStopped
         return entry
 
-    def give(self, buffer: bytearray) -> None:
+    def give(self, buffer: memoryview) -> None:
         self._empty.put(buffer)
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from blake3 import blake3
 
 from viiwork.errors import ChannelError, KvError
+from viiwork.kv.buffers import new_buffer
 from viiwork.kv.compress import Unpacker
 from viiwork.kv.incoming import Incoming
 from viiwork.kv.jobs import ReceiveDone, ReceiveGrant, Stages
@@ -22,6 +23,7 @@ from viiwork.wire.groups import Piece
 from viiwork.wire.replica import (
     Have,
     Manifest,
+    Mark,
     Offer,
     pack_message,
     replica_name,
@@ -74,11 +76,17 @@ def receive_state(
         link.close()
     stages.total_s = time.monotonic() - started
     dropped = (*incoming.evicted, *([replaced] if replaced else []))
-    return done_of(manifest, incoming.keep, raw_bytes, link.received_bytes, dropped, stages)
+    return done_of(manifest, incoming.keep, raw_bytes, link.received_bytes, dropped, stages, offer.known)
 
 
 def done_of(
-    manifest: Manifest, kept: int, raw_bytes: int, wire_bytes: int, dropped: tuple[str, ...], stages: Stages
+    manifest: Manifest,
+    kept: int,
+    raw_bytes: int,
+    wire_bytes: int,
+    dropped: tuple[str, ...],
+    stages: Stages,
+    known: tuple[Mark, ...],
 ) -> ReceiveDone:
     n = manifest.n_tokens
     rows = sum(
@@ -98,6 +106,7 @@ def done_of(
         wire_bytes=wire_bytes,
         dropped=dropped,
         stages=stages,
+        known=known,
     )
 
 
@@ -170,7 +179,7 @@ class _Writer:
         self._due, self._stages = due, stages
         self._unpacker: Unpacker | None = None
         largest = max((piece.size for piece in due), default=0)
-        self._opened = bytearray(largest)  # what was encrypted; always the same, so it stays in the cache
+        self._opened = new_buffer(largest)  # what was encrypted; always the same, so it stays in the cache
 
     def run(self, pipe: Pipeline[Header]) -> None:
         tokens_open = True
@@ -180,7 +189,7 @@ class _Writer:
             if tokens_open and piece.type is not FrameType.TOKENS:
                 self._incoming.tokens_done()
                 tokens_open = False
-            wire = memoryview(buffer)[: header.wire_len + TAG_BYTES]
+            wire = buffer[: header.wire_len + TAG_BYTES]
             opened, digest = self._opener.open(header, wire, self._opened)
             payload = memoryview(opened)
             if header.codec is not Codec.RAW:

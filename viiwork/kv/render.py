@@ -14,6 +14,7 @@ from functools import partial
 from blake3 import blake3
 
 from viiwork.errors import KvError, SaveFileError
+from viiwork.kv.buffers import new_buffer
 from viiwork.kv.files import pread_of
 from viiwork.kv.jobs import RenderDone, RenderJob, Stages
 from viiwork.kv.link import Cancel, file_errors
@@ -25,7 +26,7 @@ from viiwork.native.rows import scatter, transpose
 from viiwork.wire.checkpoint import check_checkpoint
 from viiwork.wire.groups import DIGEST_BYTES, groups_of
 from viiwork.wire.plan import BlobBytes, BlobTurned, Bytes, Part, StoreRows, StoreStrips, plan_bytes
-from viiwork.wire.rendering import Stored, StoredRows, longest, render_plan
+from viiwork.wire.rendering import Stored, StoredRows, most_useful, render_plan
 from viiwork.wire.replica import Manifest
 from viiwork.wire.state import Checkpoint, Segment, segments_of
 
@@ -37,7 +38,7 @@ def render(replica: Opened, job: RenderJob, cancel: Cancel) -> RenderDone:
     started = time.monotonic()
     manifest = replica.manifest
     stored = _stored(replica)
-    n = longest(stored, job.target, job.at_most or manifest.n_tokens)
+    n = most_useful(stored, job.target, job.at_most or manifest.n_tokens)
     if n == 0:
         raise SaveFileError("not_held", "no state this engine could take is held of these tokens")
     plan = render_plan(stored, manifest.tokens, job.target, n)
@@ -153,7 +154,7 @@ class _Rendering:
         """Prove these groups of a cache, and put into the file what it takes of them."""
         manifest = self._replica.manifest
         held = manifest.caches[index]
-        buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        buffer = new_buffer(KV_FRAME_MAX_BYTES)
         for group in stripe:
             self._cancel.check()
             lo = max(held.lo, group * rows.group)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from blake3 import blake3
 
 from viiwork.errors import ChannelError, KvError
+from viiwork.kv.buffers import new_buffer
 from viiwork.kv.compress import Packer, codec_of
 from viiwork.kv.extract import SavedState, facts_of, open_state
 from viiwork.kv.jobs import SendDone, SendJob, Stages
@@ -114,7 +115,7 @@ class _Sending:
 
     def _commit(self) -> Commit:
         groups = []
-        buffer = memoryview(bytearray(KV_FRAME_MAX_BYTES))
+        buffer = new_buffer(KV_FRAME_MAX_BYTES)
         n = self.offer.n_tokens
         for at, cache in enumerate(self.offer.shape.caches):
             rows, start = rows_of_group(cache), self._starts[at]
@@ -154,13 +155,13 @@ class _Sending:
     def _reader_of(self, pieces: list[Piece], largest: int) -> _Reader:
         def read_ahead(pipe: Pipeline[_Frame]) -> None:
             hashing: tuple[int, blake3] | None = None
-            scratch = memoryview(bytearray(largest))  # always the same, so that it stays in the cache
+            scratch = new_buffer(largest)  # always the same, so that it stays in the cache
             for piece in pieces:
                 buffer = pipe.take()
                 t0 = time.monotonic()
                 ranges = [] if self._encrypt or self._packer else self._long_ranges(piece)
                 stays = bool(ranges) or self._encrypt  # what is read is not sent as it is
-                view = self._state.read(piece, scratch if stays else memoryview(buffer))
+                view = self._state.read(piece, scratch if stays else buffer)
                 t1 = time.monotonic()
                 digest = blake3(view).digest()
                 if piece.type is FrameType.ROWS:
@@ -186,7 +187,7 @@ class _Sending:
         return ranges if all(size >= KV_SENDFILE_BYTES for _, size in ranges) else []
 
     def _seal(
-        self, piece: Piece, view: memoryview, digest: bytes, buffer: bytearray, from_file: bool
+        self, piece: Piece, view: memoryview, digest: bytes, buffer: memoryview, from_file: bool
     ) -> Sealed:
         place = piece.offset, piece.segment, piece.rows
         t0 = time.monotonic()

@@ -28,8 +28,9 @@ from viiwork.kv.receiver import receive_state
 from viiwork.kv.render import render
 from viiwork.kv.sender import send_state
 from viiwork.kv.store import ReplicaStore
-from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX, KV_LOCAL_JOBS
+from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX, KV_LOCAL_JOBS, KV_PREFIX_TOKENS
 from viiwork.wire.channel import warm_up
+from viiwork.wire.replica import common_prefix
 from viiwork.wire.savefile import parse
 
 STOP_WITHIN_S = 5.0  # after the node is gone; then the process ends whatever its threads do
@@ -132,6 +133,8 @@ class Worker:
                 return keep_state(job, self._store, cancel)
             case jobs.RenderJob():
                 return self._render(job, cancel)
+            case jobs.MatchJob():
+                return self._match(job)
             case jobs.InspectJob():
                 with open_save(job.path) as (fd, size):
                     return jobs.InspectDone(info=facts_of(parse(pread_of(fd), size, n_vocab=job.n_vocab)))
@@ -150,6 +153,15 @@ class Worker:
             raise
         finally:
             replica.close()
+
+    def _match(self, job: jobs.MatchJob) -> jobs.MatchDone:
+        replica = self._store.open(job.replica)
+        try:
+            tokens = replica.manifest.tokens
+        finally:
+            replica.close()
+        n_same = common_prefix(job.prefix, tokens)
+        return jobs.MatchDone(n_same=n_same, next=tokens[4 * n_same :][: 4 * KV_PREFIX_TOKENS])
 
     def _stats(self) -> jobs.StoreStats:
         replicas, replica_bytes, unfinished, incoming = self._store.counts()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from blake3 import blake3
 
 from viiwork.config.model import ModelSection
 from viiwork.errors import ModelFileError
-from viiwork.host.gguf import Fingerprints
+from viiwork.host.gguf import Fingerprints, sliding_window
 
 # Operator args that change speed or looks and never a KV row; with a value each unless marked 0.
 _HARMLESS = {
@@ -49,6 +50,11 @@ _HARMLESS = {
     "--chat-template-file": 1,
     "--reasoning-format": 1,
 }
+# What bounds the tokens an engine computes at once, and to how many unless told.
+_BATCHES = (
+    (("-b", "--batch-size"), "LLAMA_ARG_BATCH", 2048),
+    (("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH", 512),
+)
 
 
 class StateFingerprints:
@@ -62,12 +68,27 @@ class StateFingerprints:
         """Other models are configured now."""
         self._models = {model.name: model for model in models}
 
+    async def swa_rows(self, model: str) -> int | None:
+        """Rows a slot's sliding-window cache takes: 0 = not known, None = all of its tokens' (`--swa-full`).
+
+        Raises `ModelFileError`.
+        """
+        section = self._section(model)
+        env = {**os.environ, **section.env}
+        if "--swa-full" in section.args or env.get("LLAMA_ARG_SWA_FULL"):
+            return None
+        window = await asyncio.to_thread(sliding_window, Path(section.path))
+        return window + micro_batch(section.args, env) if window else 0
+
     async def of(self, model: str) -> bytes:
         """32 bytes for a configured model. Raises `ModelFileError` for a file that cannot be read."""
+        return await asyncio.to_thread(self._of, self._section(model))
+
+    def _section(self, model: str) -> ModelSection:
         section = self._models.get(model)
         if section is None:
             raise ModelFileError(f"{model} is configured no more")
-        return await asyncio.to_thread(self._of, section)
+        return section
 
     def _of(self, model: ModelSection) -> bytes:
         parts = [self._files.fingerprint(Path(model.path))]
@@ -90,3 +111,16 @@ def changing_args(args: Sequence[str]) -> Iterator[str]:
             skip = 0 if has_value else _HARMLESS[flag]
             continue
         yield arg
+
+
+def micro_batch(args: Sequence[str], env: Mapping[str, str]) -> int:
+    """Tokens an engine with these arguments computes at once; as few as any of them says."""
+    found = []
+    for flags, variable, default in _BATCHES:
+        said = env.get(variable, "")
+        for at, arg in enumerate(args):
+            flag, has_value, value = arg.partition("=")
+            if flag in flags:
+                said = value if has_value else "".join(args[at + 1 : at + 2])
+        found.append(int(said) if said.isdecimal() else default)
+    return min(found)

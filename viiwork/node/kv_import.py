@@ -23,6 +23,7 @@ from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
+from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_pull import Fetcher
 from viiwork.node.kv_restore import Restorer
 from viiwork.node.kv_stats import KvStats, Transfer
@@ -57,6 +58,7 @@ class Importer:
         fetcher: Fetcher,
         stats: KvStats,
         min_tokens: int,
+        prompts: Prompts,
     ) -> None:
         self._me = me
         self._dispatcher = dispatcher
@@ -68,6 +70,7 @@ class Importer:
         self._fetcher = fetcher
         self._stats = stats
         self._min_tokens = min_tokens
+        self._prompts = prompts
         self._background = Background()
         self._running: dict[int, _Running] = {}  # by lease
         self._read_s: dict[str, float] = {}  # model -> seconds a prompt token, until it has a score
@@ -88,7 +91,7 @@ class Importer:
         binding, replica = self._dispatcher.sessions.get(key), self._replicas.get(key)
         here = binding if binding is not None and binding.ref == ref else None
         if here is not None:
-            turn.n_held = _right(ask, here)
+            turn.n_held, turn.is_prefix = _right(ask, here), _begins(ask, here)
         elif replica is None:
             replica = self._of_another(ask)
         if replica is None and not self._fetcher.has_any(key):
@@ -184,21 +187,31 @@ class Importer:
     ) -> None:
         ask, turn = grant.ask, running.turn
         ref = SlotRef(grant.backend, grant.slot or 0)
+        useful = await self._prompts.common_tokens(ask, layout, replica)
+        if useful is not None and useful <= turn.n_held:
+            turn.cause = turn.cause if turn.n_held else "diverged"
+            return
         try:
             # In the slot it is this conversation's, though another one's may have been taken.
-            binding = await self._restorer.restore(replace(replica, key=running.key), layout, ref, within_s)
+            taken = replace(replica, key=running.key)
+            binding = await self._restorer.restore(taken, layout, ref, within_s, useful or 0)
         except (ViiworkError, OSError, TimeoutError) as error:
             self._failed(grant, running, replica, ref, error)
             return
         running.replica = replica
         turn.home = turn.home or replica.source  # whoever made it may have left
         turn.cause, turn.n_held, turn.n_restored = "", 0, binding.n_tokens
-        turn.is_prefix = ask.chain is None or not replica.tip or replica.tip in ask.chain.links
+        turn.is_prefix = _begins(ask, replica)
 
     def _failed(
         self, grant: Grant, running: _Running, replica: Replica, ref: SlotRef, error: BaseException
     ) -> None:
         reason = error.reason if isinstance(error, KvError) else _reason_of(error)
+        if reason == "not_held":  # nothing that was kept is of the prompt, and the slot is as it was
+            running.turn.cause = running.turn.cause if running.turn.n_held else "diverged"
+            if replica.key == running.key:
+                self._forget(replica)
+            return
         self._stats.ended(
             Transfer(
                 what="import",
@@ -301,6 +314,11 @@ def _right(ask: Ask, state: Binding | Replica) -> int:
     """Tokens of the state that are a prefix of the prompt; a replica may be of another session."""
     session = state.key[0] if isinstance(state, Replica) else ask.session or ""
     return still_right(ask, session, state.tip, state.n_tokens)
+
+
+def _begins(ask: Ask, state: Binding | Replica) -> bool:
+    """Is nothing known that speaks against all of the state being a prefix of the prompt?"""
+    return ask.chain is None or not state.tip or state.tip in ask.chain.links
 
 
 def _is_newer(replica: Replica | None, here: Binding) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from viiwork.core.sessions import Binding, SessionKey
 from viiwork.errors import KvError, KvRefused, ViiworkError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import SendDone
-from viiwork.limits import KV_PULL_MAX_S, KV_PULLS_AT_ONCE, KV_PULLS_PER_PEER, KV_WITHHELD_MAX
+from viiwork.limits import KV_PULL_MAX_S, KV_PULLS_AT_ONCE, KV_PULLS_PER_PEER
 from viiwork.mesh.origins import MeshOrigins
 from viiwork.mesh.values import Member
 from viiwork.node.background import remove_file
@@ -61,17 +61,8 @@ class PullServer:
         self._sender = sender
         self._pushes = pushes
         self._running: Counter[str] = Counter()  # by peer
-        self._withheld: OrderedDict[SessionKey, None] = OrderedDict()
         self._served = 0
         self._failed: Counter[str] = Counter()
-
-    def withhold(self, key: SessionKey, withheld: bool) -> None:
-        """The session's newest turn must not leave this node, or may."""
-        self._withheld.pop(key, None)
-        if withheld:
-            self._withheld[key] = None
-            if len(self._withheld) > KV_WITHHELD_MAX:
-                self._withheld.popitem(last=False)
 
     async def pulled(self, path_qs: str, headers: Mapping[str, str], body: bytes, remote_ip: str) -> bytes:
         """See `api.ports.Pulls.pulled`; the asker is proven before its question is read."""
@@ -122,8 +113,6 @@ class PullServer:
         """The generation that was sent."""
         key = (ask.session, ask.model)
         binding, replica = self._dispatcher.sessions.get(key), self._replicas.get(key)
-        if key in self._withheld:
-            raise KvError("withheld", "the session's newest turn must not leave this node")
         in_slot = binding.generation if binding is not None and binding.ref is not None else -1
         if replica is not None and replica.generation > ask.newer_than and replica.generation >= in_slot:
             await self._send_replica(replica, member, layout)

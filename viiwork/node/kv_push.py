@@ -149,7 +149,7 @@ class Pusher:
                 push.urgent.set()
         for state in self._states.newest_first():
             ref, key = state.binding.ref, state.key
-            if ref is None or (backend is not None and ref.backend != backend) or not state.shared:
+            if ref is None or (backend is not None and ref.backend != backend) or not state.is_owed:
                 continue
             if state.binding.n_tokens < self._config.min_tokens:
                 continue
@@ -201,7 +201,10 @@ class Pusher:
                     await asyncio.sleep(KV_PUT_OFF_S)
         except (ViiworkError, OSError) as error:
             push.failed(error)
-            self._not_saved(key, error)
+            if isinstance(error, KvError) and error.reason == "no_peer":
+                follow_s = self._follow_s(key, push)
+            if follow_s is None:
+                self._not_saved(key, error)
         # Not left to the task's end alone: a turn that ends before that would be overlooked.
         if self._running.get(key) is push:
             del self._running[key]
@@ -327,9 +330,11 @@ class Pusher:
                 except (ViiworkError, OSError):
                     continue  # the next one in its order, then
             n_missing -= 1
-        if n_missing < self._config.replicas or push.n_tries >= KV_PUSH_TRIES:
-            return None
-        return self._targets.try_again_s(key)
+        return None if n_missing < self._config.replicas else self._follow_s(key, push)
+
+    def _follow_s(self, key: SessionKey, push: _Push) -> float | None:
+        """Until the same is tried once more, where a peer failed a moment ago; None = not at all."""
+        return None if push.n_tries >= KV_PUSH_TRIES else self._targets.try_again_s(key)
 
     def _send(self, push: _Push, saved: Saved, member: Member, why: str) -> asyncio.Task[SendDone]:
         """The one transfer of this state to this peer."""
@@ -346,7 +351,7 @@ class Pusher:
         except (ViiworkError, OSError) as error:
             self._targets.failed(member.name, error)
             raise
-        self._targets.sent(saved.key, member.name, saved.binding.generation)
+        self._targets.sent(saved.key, member.name, saved.binding)
         return done
 
     def _is_of(self, key: SessionKey, push: _Push, backend: str | None) -> bool:

@@ -20,7 +20,7 @@ from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_arrivals import Arrivals
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_paths import must_encrypt
-from viiwork.node.kv_send import session_digest
+from viiwork.node.kv_send import kept_of, session_digest
 from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import ENCRYPT_HEADER, StateOffer, decode_offer
@@ -153,6 +153,7 @@ class Receiver:
             admitted.peer,
             offer.tip,
             offer.scope,
+            kept_of(got.known),
         )
         for old in self._replicas.put(replica):
             with suppress(KvError):  # a worker that is gone has dropped it

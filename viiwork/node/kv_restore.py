@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 
 from viiwork.core.replicas import Replica
-from viiwork.core.sessions import Binding, SessionKey
+from viiwork.core.sessions import Binding
 from viiwork.core.slots import SlotRef
 from viiwork.core.ways import ImportCosts
 from viiwork.errors import KvError
@@ -31,9 +31,9 @@ class Restorer:
         worker: KvWorker,
         gates: EngineGates,
         stats: KvStats,
-        on_restored: Callable[[SessionKey, Binding, str, float], None] = lambda *_: None,
+        on_restored: Callable[[Replica, Binding, float], None] = lambda *_: None,
     ) -> None:
-        """`on_restored` hears whose state is in the slot now, its source, and how long the engine stood."""
+        """`on_restored` hears what is in which slot now, and how long the engine stood."""
         self._me = me
         self._dispatcher = dispatcher
         self._worker = worker
@@ -46,14 +46,16 @@ class Restorer:
     async def stop(self) -> None:
         await self._background.stop()
 
-    async def restore(self, replica: Replica, layout: EngineLayout, ref: SlotRef, within_s: float) -> Binding:
+    async def restore(
+        self, replica: Replica, layout: EngineLayout, ref: SlotRef, within_s: float, useful: int = 0
+    ) -> Binding:
         """What the slot holds then. Raises `KvError`, `EngineError`, `OSError` or `TimeoutError`; what it
-        held before may be gone in any case.
+        held before may be gone in any case but that of `not_held`. `useful` tokens are the prompt's, 0 = all.
         """
         started = time.monotonic()
         try:
             async with asyncio.timeout(within_s):
-                n_tokens, stood_s = await self._restore(replica, layout, ref)
+                n_tokens, stood_s = await self._restore(replica, layout, ref, useful)
         except TimeoutError:
             self.costs.took(layout.view.model, replica.n_bytes, time.monotonic() - started)
             raise
@@ -61,15 +63,18 @@ class Restorer:
         tip = replica.tip if n_tokens == replica.n_tokens else ""
         binding = Binding(self._me, ref, n_tokens, replica.generation, tip, replica.scope)
         self._dispatcher.sessions.ran_here(replica.key, binding)
-        self._on_restored(replica.key, binding, replica.source, stood_s)
+        self._on_restored(replica, binding, stood_s)
         return binding
 
-    async def _restore(self, replica: Replica, layout: EngineLayout, ref: SlotRef) -> tuple[int, float]:
+    async def _restore(
+        self, replica: Replica, layout: EngineLayout, ref: SlotRef, useful: int
+    ) -> tuple[int, float]:
         started = time.monotonic()
         name = f"in-{uuid.uuid4().hex}"
         path = layout.save_dir / name
         try:
-            rendered = await self._worker.render(replica.name, layout.target(ref.slot), path)
+            target = layout.target(ref.slot)
+            rendered = await self._worker.render(replica.name, target, path, at_most=useful)
             render_s = time.monotonic() - started
             async with self._gates.of(ref.backend):
                 queued_s = time.monotonic() - started - render_s

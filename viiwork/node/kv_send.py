@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Literal
 
 from blake3 import blake3
 
 from viiwork.config.model import KvShareSection
 from viiwork.core.sessions import SessionKey
+from viiwork.core.slot_states import Kept
 from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import SendDone, SendJob, StateFile
@@ -21,11 +23,18 @@ from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.node.kv_targets import KvPeers
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, encode_offer
+from viiwork.wire.replica import Mark
 
 
 def session_digest(key: SessionKey) -> bytes:
     """How a session on a model is called on the wire and on disk."""
     return blake3("\0".join(key).encode("utf-8", "surrogatepass")).digest()
+
+
+def kept_of(marks: Iterable[Mark]) -> tuple[Kept, ...]:
+    """Marks as decisions know them, the oldest first."""
+    found = (Kept(mark.generation, mark.source, mark.keep) for mark in marks)
+    return tuple(sorted(found, key=lambda mark: mark.generation))
 
 
 def state_file(saved: Saved, source: str) -> StateFile:

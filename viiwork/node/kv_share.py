@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from viiwork.config.model import KvShareSection
 from viiwork.core.capacity import KvIdentity
 from viiwork.core.manners import Manners
-from viiwork.core.sessions import Binding, SessionKey
+from viiwork.core.replicas import Replica
+from viiwork.core.sessions import Binding
 from viiwork.core.slot_states import SlotStates
 from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Grant, Outcome
@@ -25,9 +27,10 @@ from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_import import Importer, key_of
-from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_layouts import EngineLayouts, StateFacts
 from viiwork.node.kv_metrics import KvMetrics
 from viiwork.node.kv_paths import KvPaths, LinkHost
+from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_pull import Fetcher
 from viiwork.node.kv_pulled import PullServer
 from viiwork.node.kv_push import Pusher
@@ -38,6 +41,7 @@ from viiwork.node.kv_send import Sender
 from viiwork.node.kv_stash import Stash
 from viiwork.node.kv_stats import KvStats
 from viiwork.node.kv_targets import KvPeers, Targets
+from viiwork.node.kv_verdicts import Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,8 @@ class KvShare:
         secrets: tuple[bytes, ...],
         origins: MeshOrigins,
         dispatcher: Dispatcher,
-        fingerprint: Callable[[str], Awaitable[bytes]],
+        facts: StateFacts,
+        state_dir: Path,
         client_of: Callable[[str, int], SlotsClient],
         host: LinkHost,
     ) -> None:
@@ -65,8 +70,9 @@ class KvShare:
         self._off = ""  # why it is not active although enabled
         self._stats = KvStats()
         self._replicas = dispatcher.book.replicas
-        self._layouts = EngineLayouts(worker, fingerprint, client_of, dispatcher)
+        self._layouts = EngineLayouts(worker, facts, Verdicts(state_dir), client_of, dispatcher)
         gates = self._gates = EngineGates()
+        self.prompts = Prompts(worker)
         self.paths = KvPaths(peers.me, config, peers.client, secrets, origins, host, self._partners)
         manners = self._manners = Manners(config.stall_share)
         states = self._states = SlotStates()
@@ -106,6 +112,7 @@ class KvShare:
             self._fetcher,
             self._stats,
             config.min_tokens,
+            self.prompts,
         )
         self.pulls = PullServer(
             config,
@@ -188,17 +195,16 @@ class KvShare:
             return
         self._importer.turn_ended(grant, outcome, binding)
         key = key_of(grant)
-        is_shared = grant.ask.kv_share and self._dispatcher.book.is_lasting(grant.ask)
-        self._note_slot(grant, outcome, binding, is_shared)
+        is_lasting = self._dispatcher.book.is_lasting(grant.ask)
+        self._note_slot(grant, outcome, binding, is_lasting)
         if key is None:
             return
-        self.pulls.withhold(key, not grant.ask.kv_share)
         if not grant.ask.kv_share:
             self._pusher.withhold(key)
-        elif binding is not None and is_shared:
+        elif binding is not None and is_lasting:
             self._pusher.turn_ended(key, binding)
 
-    def _note_slot(self, grant: Grant, outcome: Outcome, binding: Binding | None, is_shared: bool) -> None:
+    def _note_slot(self, grant: Grant, outcome: Outcome, binding: Binding | None, is_lasting: bool) -> None:
         """What the turn left in its slot."""
         key = key_of(grant)
         if grant.is_forward or not grant.ask.needs_slot:
@@ -209,10 +215,10 @@ class KvShare:
             self._states.unknown(SlotRef(grant.backend, grant.slot))
         else:
             cached = outcome.usage.cached if outcome.usage is not None else None
-            self._states.ran(key, binding, cached, shared=is_shared)
+            self._states.ran(key, binding, cached, shared=grant.ask.kv_share, lasting=is_lasting)
 
-    def _restored(self, key: SessionKey, binding: Binding, source: str, restore_s: float) -> None:
-        self._states.restored(key, binding, source)
+    def _restored(self, replica: Replica, binding: Binding, restore_s: float) -> None:
+        self._states.restored(replica.key, binding, replica.kept)
         if binding.ref is not None:
             self._manners.restored(binding.ref.backend, restore_s, time.monotonic())
 
@@ -238,6 +244,7 @@ class KvShare:
         body["replicas"] = len(self._replicas)
         body["replica_bytes"] = self._replicas.n_bytes
         body["memory_bytes"] = int(self._config.memory)
+        body["models"] = self._layouts.status()
         if why_not := self._layouts.why_not():
             body["not_portable"] = why_not
         body["links"] = self.paths.status()

@@ -21,7 +21,7 @@ from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayouts
 from viiwork.node.kv_save import Saved, Saver
-from viiwork.node.kv_send import state_file
+from viiwork.node.kv_send import kept_of, state_file
 from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.node.kv_targets import Targets
 
@@ -80,7 +80,7 @@ class Stash:
 
     def _is_last_copy(self, grant: Grant, ref: SlotRef, state: SlotState) -> bool:
         key, binding, ask = state.key, state.binding, grant.ask
-        if not state.shared or binding.n_tokens < self._config.min_tokens or key == (ask.session, ask.model):
+        if not state.is_owed or binding.n_tokens < self._config.min_tokens or key == (ask.session, ask.model):
             return False
         if ask.chain is not None and binding.tip in ask.chain.links:
             return False  # the turn builds upon it, and most of it stays
@@ -115,7 +115,7 @@ class Stash:
             self._replicas.evicted(name)
         binding = saved.binding
         facts = done.replica, saved.key, done.n_tokens, done.total_bytes, binding.generation, self._me
-        for old in self._replicas.put(Replica(*facts, binding.tip, binding.scope)):
+        for old in self._replicas.put(Replica(*facts, binding.tip, binding.scope, kept_of(done.known))):
             with suppress(KvError):  # a worker that is gone has dropped it
                 await self._worker.drop(old.name)
         self._stats.ended(

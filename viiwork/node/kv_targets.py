@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from viiwork.config.model import KvShareSection
 from viiwork.core.push_targets import PushTargets
 from viiwork.core.replicas import path_allowed
-from viiwork.core.sessions import SessionKey
+from viiwork.core.sessions import Binding, SessionKey
 from viiwork.errors import ChannelRefused, KvError, KvRefused, ViiworkError
 from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
@@ -91,8 +91,11 @@ class Targets:
                 found.add(node)
         return found
 
-    def sent(self, key: SessionKey, node: str, generation: int) -> None:
-        self._book.sent(key, node, generation, time.monotonic())
+    def sent(self, key: SessionKey, node: str, state: Binding) -> None:
+        """The member has taken the state."""
+        now = time.monotonic()
+        self._book.sent(key, node, state.generation, now)
+        self._dispatcher.book.sent(node, key, state, now)
 
     def failed(self, node: str, error: ViiworkError | OSError) -> None:
         """A state did not arrive there."""

@@ -19,6 +19,7 @@ import aiohttp
 
 from viiwork.api.aliases import AliasApi
 from viiwork.api.app import ApiServer
+from viiwork.api.bench import Bench
 from viiwork.api.kv import Kv
 from viiwork.api.metrics import Metrics
 from viiwork.api.park import Park
@@ -46,6 +47,7 @@ from viiwork.node.activity import NodeActivity
 from viiwork.node.alias_store import AliasStore
 from viiwork.node.aliases import Aliases
 from viiwork.node.backends import Backends, hidden_env, host_facts
+from viiwork.node.bench_end import BenchEnd
 from viiwork.node.clock import wall_ms
 from viiwork.node.cluster import Cluster
 from viiwork.node.dispatch import Dispatcher, policy_of
@@ -102,6 +104,7 @@ class Node:
             ending.push_async_callback(self._peer_client.stop)
             ending.push_async_callback(self._cluster.stop)
             ending.push_async_callback(self._hub.stop)
+            ending.push_async_callback(self._bench_end.stop)
             ending.push_async_callback(self._stop_engines)
             ending.push_async_callback(self._kv.stop)
             ending.push_async_callback(self._stop_api)
@@ -218,7 +221,8 @@ class Node:
             keys,
             origins,
             self._dispatcher,
-            fingerprints.of,
+            fingerprints,
+            folders.state,
             lambda url, n_slots: SlotsClient(url, self._engine_http, n_slots),
             LinkHost(link_addresses, listeners.hears),
         )
@@ -281,6 +285,7 @@ class Node:
             self._kv.paths.status,
             wall_ms=wall_ms,
         )
+        self._bench_end = BenchEnd(keys, hidden)
         self._pages = WebPages(config, tailnet_suffix)
         self._api = ApiServer(
             self._dispatcher,
@@ -295,11 +300,13 @@ class Node:
                 *MeshRoutes(self._hub).routes(),
                 *Metrics(collector).routes(),
                 *Probes(self._kv.paths).routes(),
+                *Bench(self._bench_end).routes(),
                 *PullRoutes(self._kv.pulls).routes(),
                 *Kv(kv_listing).routes(),
             ],
             requests=RequestListeners(counts, self._activity, RequestLog()),
             external=self._supervisor.external,
+            prompts=self._kv.prompts,
             allows_origin=self._pages.allows,
         )
         self._backends = Backends(

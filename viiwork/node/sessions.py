@@ -17,12 +17,14 @@ from viiwork.limits import HOLDINGS_MAX, KV_REPLICAS_MAX
 HIT_SHARE = 0.8  # of the previous context reused
 
 
-class _Forwarded(NamedTuple):
-    """A turn a peer has run since its last report was asked for."""
+class _Unreported(NamedTuple):
+    """What a peer has come to hold since its last report was asked for: it ran a turn, or took a state."""
 
-    ended_at: float
+    at: float
     n_tokens: int
     tip: str
+    where: Where
+    generation: int
 
 
 class NodeSessions:
@@ -35,7 +37,7 @@ class NodeSessions:
         self.table = SessionTable(peers=self.peers)
         self.replicas = ReplicaTable(KV_REPLICAS_MAX)
         self.conversations = Conversations(self.peers)
-        self._unreported: dict[str, OrderedDict[SessionKey, _Forwarded]] = {}  # by node
+        self._unreported: dict[str, OrderedDict[SessionKey, _Unreported]] = {}  # by node
         self._counts: Counter[str] = Counter()
         self._rev = first_rev
         self._told: tuple[Holding, ...] = ()
@@ -68,12 +70,9 @@ class NodeSessions:
         total = outcome.usage.total if outcome.usage is not None else None
         identity = self.conversations.succeeded(ask, ask.session, grant.node, total, generation)
         if grant.is_forward:
-            unreported = self._unreported.setdefault(grant.node, OrderedDict())
             tip = ask.chain.links[-1] if ask.chain is not None else ""
-            unreported[(ask.session, ask.model)] = _Forwarded(now, total or 0, tip)
-            unreported.move_to_end((ask.session, ask.model))
-            if len(unreported) > HOLDINGS_MAX:
-                unreported.popitem(last=False)
+            held = _Unreported(now, total or 0, tip, "slot", generation)
+            self._note_unreported(grant.node, (ask.session, ask.model), held)
         if ask.forwarded_by is None and identity is not None:
             self._count(identity, grant, outcome)
         if before is not None and grant.slot is not None and before.node in (self._me, ""):
@@ -81,6 +80,22 @@ class NodeSessions:
                 self._counts["backend_moves"] += 1
             elif before.ref is not None and before.ref.slot != grant.slot:
                 self._counts["slot_moves"] += 1
+
+    def sent(self, node: str, key: SessionKey, state: Binding, now: float) -> None:
+        """A peer has taken a session's state as a replica."""
+        self._note_unreported(
+            node, key, _Unreported(now, state.n_tokens, state.tip, "replica", state.generation)
+        )
+
+    def _note_unreported(self, node: str, key: SessionKey, held: _Unreported) -> None:
+        unreported = self._unreported.setdefault(node, OrderedDict())
+        known = unreported.get(key)
+        if known is not None and known.generation > held.generation:
+            return
+        unreported[key] = held
+        unreported.move_to_end(key)
+        if len(unreported) > HOLDINGS_MAX:
+            unreported.popitem(last=False)
 
     def _count(self, identity: Identity, grant: Grant, outcome: Outcome) -> None:
         """Each turn counts at its entry node, so that the mesh's sum counts it once."""
@@ -110,29 +125,27 @@ class NodeSessions:
                 turn = unreported.get((session or "", ask.model))
                 if turn is not None:
                     n_tokens = still_right(ask, session or "", turn.tip, turn.n_tokens)
-                    found[node] = Held(n_tokens, "slot")
+                    if turn.where == "slot" or node not in found or found[node].n_tokens < n_tokens:
+                        found[node] = Held(n_tokens, turn.where)
         own = self._held_here(ask)
         if own is not None:
             found[self._me] = own
         return found
 
     def at_peers(self, key: SessionKey) -> dict[str, Holding]:
-        """What peers hold of a session, by node; a turn one of them has just run for us counts as newest."""
+        """What peers hold of a session, by node, also what they have not reported yet."""
         found = dict(self.peers.of(*key))
         for node, unreported in self._unreported.items():
-            turn = unreported.get(key)
-            if turn is not None:
-                newest = max((holding.generation for holding in found.values()), default=0)
-                here = self.table.get(key)
-                newest = max(newest, here.generation if here is not None else 0)
-                found[node] = Holding(*key, turn.tip, "", turn.n_tokens, "slot", newest + 1)
+            held = unreported.get(key)
+            if held is not None and (node not in found or found[node].generation < held.generation):
+                found[node] = Holding(*key, held.tip, "", held.n_tokens, held.where, held.generation)
         return found
 
     def reported(self, node: str, holdings: tuple[Holding, ...], requested_at: float) -> None:
         """A peer's list came, perhaps the old one; it tells of all that ended before it was asked for."""
         unreported = self._unreported.get(node)
         if unreported:
-            for key in [key for key, turn in unreported.items() if turn.ended_at < requested_at]:
+            for key in [key for key, turn in unreported.items() if turn.at < requested_at]:
                 del unreported[key]
         if self.peers.put(node, holdings):
             for holding in holdings:

@@ -404,7 +404,7 @@ class Opener:
         self._seq = 0
 
     def open(
-        self, header: Header, body: bytearray | memoryview, into: bytearray | None = None
+        self, header: Header, body: bytearray | memoryview, into: bytearray | memoryview | None = None
     ) -> tuple[Payload, bytes]:
         """Payload as it travelled and its digest; `body` is what followed the header, the tag at its end.
 

@@ -65,6 +65,31 @@ def longest(stored: Stored, target: Layout, at_most: int) -> int:
     return next((n for n in cuts if 1 <= n <= most and _starts(stored, target, n) is not None), 0)
 
 
+def most_useful(stored: Stored, target: Layout, at_most: int) -> int:
+    """With how many tokens to render for a prompt that has the first `at_most` in common; 0 = of no use.
+
+    More than those where the engine goes back further in a whole state than a shorter one reaches: to a
+    checkpoint in it, or within a window that is deep enough.
+    """
+    cut = longest(stored, target, at_most)
+    if cut == min(at_most, target.max_tokens):
+        return cut
+    whole = longest(stored, target, stored.n_tokens)
+    return whole if whole > cut and _back_to(stored, target, whole, at_most) > cut else cut
+
+
+def _back_to(stored: Stored, target: Layout, n: int, at_most: int) -> int:
+    """To how many tokens, not over `at_most`, the engine cuts a state of `n` tokens back by itself."""
+    starts = _starts(stored, target, n) or []
+    windows = [(rows, lo) for rows, lo in zip(stored.rows, starts, strict=True) if rows.needed]
+    if stored.shape.recurrent is None and all(
+        lo < at_most - (stored.n_tokens - rows.needed) for rows, lo in windows
+    ):
+        return at_most
+    points = (point.n_tokens for point in _appended(stored, target, n))
+    return max((at for at in points if at <= at_most), default=0)
+
+
 def render_plan(stored: Stored, tokens: bytes, target: Layout, n_tokens: int = 0) -> list[Part]:
     """The parts, in order, of a file that restores the first `n_tokens` tokens (0 = all) into the target.
 
@@ -83,9 +108,10 @@ def render_plan(stored: Stored, tokens: bytes, target: Layout, n_tokens: int = 0
     plan: list[Part] = [Bytes(tokens_frame(tokens[: 4 * n]))]
     segments = segments_of(stored.shape)
     for at, (cache, lo) in enumerate(zip(stored.shape.caches, starts, strict=True)):
-        head, tail = attention_frame(target, array("i", range(lo, n)), stored.shape.ext, ids)
+        pad = _is_padded(cache, stored.rows[at], target, lo, n)
+        head, tail = attention_frame(target, array("i", range(lo - pad, n)), stored.shape.ext, ids)
         own = [segment for segment in segments if segment.cache == at]
-        plan += [Bytes(head), *_planes(cache, own, lo, n, target.v_trans), Bytes(tail)]
+        plan += [Bytes(head), *_planes(cache, own, lo, n, target.v_trans, pad), Bytes(tail)]
     if stored.shape.recurrent is not None:
         plan.append(BlobBytes("recurrent", n, 0, recurrent_bytes(stored.shape.recurrent)))
     plan += _appendix(stored, target, n, ids)
@@ -126,7 +152,14 @@ def _window_start(rows: StoredRows, n_tokens: int, swa_rows: int, n: int) -> int
     return min(rows.needed, max(rows.lo, n - swa_rows)) if swa_rows else rows.needed
 
 
-def _planes(cache: CacheShape, segments: list[Segment], lo: int, n: int, v_trans: bool) -> list[Part]:
+def _is_padded(cache: CacheShape, rows: StoredRows, target: Layout, lo: int, n: int) -> bool:
+    # Strips would have the zeros in their middle; a transposed window goes back to a checkpoint instead.
+    return target.swa_pad and cache.name == "swa" and 0 < lo == rows.needed < n and not target.v_trans
+
+
+def _planes(
+    cache: CacheShape, segments: list[Segment], lo: int, n: int, v_trans: bool, pad: bool
+) -> list[Part]:
     """K and V of one cache, from the store."""
     plan: list[Part] = [Bytes(planes_head(cache, v_trans))]
     for segment in segments:
@@ -136,14 +169,13 @@ def _planes(cache: CacheShape, segments: list[Segment], lo: int, n: int, v_trans
             plan += [Bytes(strips_head(plane)), strips]
         else:
             rows = StoreRows(segment.index, lo, count, count * segment.row_bytes)
-            plan += [Bytes(rows_head(plane)), rows]
+            plan += [Bytes(rows_head(plane)), Bytes(bytes(plane.row_bytes if pad else 0)), rows]
     return plan
 
 
 def _appendix(stored: Stored, target: Layout, n: int, ids: array[int]) -> list[Part]:
     """The newest checkpoints that are of these tokens, oldest first, as the engine writes them."""
-    fitting = sorted((c for c in stored.checkpoints if c.n_tokens <= n), key=lambda c: c.n_tokens)
-    kept = fitting[-target.checkpoints :] if target.checkpoints > 0 else []
+    kept = _appended(stored, target, n)
     if not kept:
         return []
     plan: list[Part] = [Bytes(struct.pack("<3I", APPENDIX_MAGIC, APPENDIX_VERSION, len(kept)))]
@@ -152,6 +184,12 @@ def _appendix(stored: Stored, target: Layout, n: int, ids: array[int]) -> list[P
         facts = checkpoint.n_tokens, checkpoint.pos_min, checkpoint.pos_max, plan_bytes(state)
         plan += [Bytes(struct.pack("<qiiQ", *facts)), *state, Bytes(bytes(16))]  # no draft, no speculation
     return plan
+
+
+def _appended(stored: Stored, target: Layout, n: int) -> list[Checkpoint]:
+    """The checkpoints that go into a file of `n` tokens, oldest first."""
+    fitting = sorted((c for c in stored.checkpoints if c.n_tokens <= n), key=lambda c: c.n_tokens)
+    return fitting[-target.checkpoints :] if target.checkpoints > 0 else []
 
 
 def _checkpoint(shape: StateShape, checkpoint: Checkpoint, target: Layout, ids: array[int]) -> list[Part]:

@@ -134,6 +134,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     checkpoints: int = 0
     # Rows the sliding-window cache takes (window + micro-batch); 0 = not known, as many as the engine saved.
     swa_rows: int = 0
+    # A window that begins where the engine's begins gets a cell of zeros before it. It is masked for every
+    # token to come, and without it the engine takes the window for one that lost rows, and reads it all anew.
+    swa_pad: bool = False
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

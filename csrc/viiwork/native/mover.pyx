@@ -64,7 +64,7 @@ def send_ranges(int fd, const uint8_t[::1] head not None, int file_fd, ranges no
                 const uint8_t[::1] tail not None, int silence_ms, double deadline) -> None:
     """Send head, the (offset, size) ranges of a file and tail as one run of bytes; time limits as in `send_all`.
 
-    Ranges of 256 KiB and more go from the page cache by sendfile, shorter ones are gathered. The socket is
+    Ranges of 32 KiB and more go from the page cache by sendfile, shorter ones are gathered. The socket is
     made non-blocking, as sendfile has no flag for that. A file that ends early is OSError ENODATA.
     """
     cdef iovec first, last

@@ -1,0 +1,1 @@
+"""`viiwork bench`: what a link is worth to the nodes at its ends."""
