@@ -203,12 +203,16 @@ async def test_a_conversation_that_parts_from_another_begins_with_the_replica_of
     assert bench.stats.moves["warm"] == 1
 
 
-async def test_a_parent_that_an_engine_here_holds_is_not_restored_beside_it(tmp_path: Path):
+@pytest.mark.parametrize("generation, asked", [(5, []), (NEW, ["restore 1"])])
+async def test_a_parent_of_which_an_engine_here_holds_as_much_is_not_restored_beside_it(
+    tmp_path: Path, generation: int, asked: list[str]
+):
     bench = Bench(tmp_path, n_slots=2)
+    bench.d.sessions.ram_cache("m/0", 10_000)  # which is why the fork gets a slot of its own
     await bench.turn(2, 0, 900)
-    bench.put(950, 3, NEW)
+    bench.put(950, 3, generation)
     await bench.begin(3, session="fork")
-    assert bench.engine.asked == []
+    assert [done for done in bench.engine.asked if "restore" in done] == asked
     await bench.stop()
 
 

@@ -111,13 +111,13 @@ class Importer:
         await self._choose(grant, running, here, replica, layout)
 
     def _of_another(self, ask: Ask) -> Replica | None:
-        """The replica of the conversation this one parted from, unless an engine here holds that one."""
+        """The replica of the conversation this one parted from, unless an engine here has as new a state."""
         links = ask.chain.links if ask.chain is not None else ()
         of_model = (replica for replica in self._replicas if replica.key[1] == ask.model)
         found = (replica for replica in of_model if replica.key[0] == ask.parent or replica.tip in links)
         best = max(found, key=lambda replica: _right(ask, replica), default=None)
-        binding = self._dispatcher.sessions.get(best.key) if best is not None else None
-        return best if binding is None or not binding.is_here else None
+        here = self._dispatcher.sessions.get(best.key) if best is not None else None
+        return best if here is None or not here.is_here or _is_newer(best, here) else None
 
     async def _still_there(self, here: Binding, key: SessionKey, ref: SlotRef, layout: EngineLayout) -> bool:
         if here.n_tokens < self._min_tokens or self._dispatcher.sessions.is_from_ram(ref, key):
