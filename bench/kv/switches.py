@@ -226,12 +226,15 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[Report, dict[
     report, figures = Report(), {}
     timeout = aiohttp.ClientTimeout(total=300)
     for hosts, share in HOSTS.items():
+        is_last = len(hosts) == max(map(len, HOSTS))
+        if args.only == ["secrets"] and not is_last:
+            continue
         runs: dict[str, list[Turn]] = {model: [] for model in models}
         with running(hosts, models, folder / hosts) as nodes:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 switcher = Switcher(http, nodes)
                 await switcher.until_ready(list(models))
-                for model in models:
+                for model in models if args.only != ["secrets"] else ():
                     began = time.monotonic()
                     if "switches" in args.only:
                         n = round(args.switches * share * SHARES[model])
@@ -242,7 +245,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[Report, dict[
                         f"{hosts} {model}: {len(runs[model])} turns, {time.monotonic() - began:.0f} s",
                         flush=True,
                     )
-                if "secrets" in args.only and len(hosts) == max(map(len, HOSTS)):
+                if "secrets" in args.only and is_last:
                     began = time.monotonic()
                     told = await tell_secrets(switcher, "dense", args.turns, at_once=args.clients)
                     figures = print_secrets(told, time.monotonic() - began, report)
