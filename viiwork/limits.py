@@ -275,6 +275,9 @@ KV_REPLICA_AGE_S = (
 )
 KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed
 KV_SILENCE_S = 8.0  # a peer that moves nothing for this long is gone; a LAN stall is far shorter
+KV_DRAIN_MIN_BYTES = (
+    16 * KIB
+)  # that a link must take of what we sent in KV_SILENCE_S: 2 KB/s carries nothing in time
 KV_JOB_DEADLINE_S = 600.0  # whole transfer: 250 MB at 0.5 MB/s; slower than that a cold prefill wins
 KV_LINGER_S = 2.0  # after a refusal: time for the peer to read the reason before the socket closes
 KV_DISK_RESERVE_BYTES = 64 * MIB  # left free on the replica folder's filesystem, for the engine's own save
@@ -340,7 +343,8 @@ KV_PREFILL_GUESS_MS_PER_1K = 500.0  # where none was measured: 2,000 tokens/s, s
 KV_STASH_GAIN = 4  # a state is kept before its slot is taken when reading it anew costs so many saves of it
 KV_SAVE_GUESS_S_PER_GB = 0.7  # where no save was measured; an engine writes 1.5 GB/s to memory
 KV_PROBE_SAVE_S = 30.0  # an engine that cannot save one token in this time does not take part
-KV_PROBE_AGAIN_S = 1.0  # until the next try while its slots are busy or the worker is down: one GET /slots
+KV_PROBE_AGAIN_S = 1.0  # until the next try while its slots are busy or the worker is down; doubles each time
+KV_PROBE_AGAIN_MAX_S = 60.0  # a try on a busy engine may save a session's slot, which stops the others
 KV_TEST_TOKENS = 48  # of the self-test's prompt: engines make a checkpoint in it, CPUs read it in seconds
 KV_TEST_STEP_S = 60.0  # longest step of the self-test; an engine slower than that does not take part
 KV_TEST_LOOK_S = 0.05  # how soon the self-test gives its slot to a request that waits for one
