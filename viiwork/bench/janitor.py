@@ -18,6 +18,7 @@ from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
 _KILL_WITHIN_S = 5.0
+_LOOK_S = 0.3
 
 
 class Janitor:
@@ -67,8 +68,29 @@ def remove_namespace(name: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > until:
             break
-        time.sleep(0.02)
+        time.sleep(_LOOK_S / 10)
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def remove_folder(name: str) -> None:
+    """Remove a folder, and end processes that were started on it: one that just begins would make it anew."""
+    until = time.monotonic() + _KILL_WITHIN_S
+    while os.path.lexists(name) and time.monotonic() < until:
+        for pid in _pids_naming(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(name, ignore_errors=True)
+        time.sleep(_LOOK_S)
+
+
+def _pids_naming(folder: str) -> list[int]:
+    """Processes with the folder, whose name is like no other, on their command line; none without /proc."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.fsencode(folder) in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 def _pids_in(name: str) -> list[int]:
@@ -86,7 +108,7 @@ def main() -> int:
             remove_namespace(name)
     for what, name in owed:
         if what == "folder":
-            shutil.rmtree(name, ignore_errors=True)
+            remove_folder(name)
     return 0
 
 
