@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the save-file reader and of rendering what it accepts.
 
-    pip install atheris
+    pip install -e '.[fuzz]'
     python bench/fuzz/savefile.py -runs=200000 -rss_limit_mb=512 [CORPUS]
 
 Found faults stop it: an exception that is not a `SaveFileError`, a read past the file, or a rendered file

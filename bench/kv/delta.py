@@ -6,7 +6,7 @@ the open connection to the receiver's acknowledged commit, handshake, verificati
 iperf3" compares it with one iperf3 stream of as many bytes, measured just before. CPU seconds are those of
 the worker processes. The rows are made: f16 values, normal, each channel with a mean and a width of its own.
 
-    python bench/kv/delta.py [--mb 259] [--gbits 1 10] [--runs 3] [--modes plain ...] [--appends] [--dir DIR] [--json FILE]
+    python bench/kv/delta.py [--mb 259] [--gbits 1 10] [--runs 3] [--modes plain ...] [--appends] [--dir DIR]
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ async def show(engine: Engine, worker: KvWorker, replica: str, target: Layout, n
     out.unlink()
     render, size = done.stages.render_s, done.total_bytes / (1 << 20)
     print(
-        f"{size:.0f} MiB: own {own:.3f} s; render {render:.3f} s ({used:.2f} CPU s) + restore {restore:.3f} s:"
+        f"{size:.0f} MiB: own {own:.3f} s; render {render:.3f} s ({used:.2f} CPU s) + restore {restore:.3f}:"
         f" {render + restore - own:+.3f} s; load {os.getloadavg()[0]:.1f}",
         flush=True,
     )

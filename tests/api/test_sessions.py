@@ -49,8 +49,8 @@ async def test_key_and_chain_of_a_request_reach_the_dispatcher():
 
 
 async def test_a_clients_own_word_for_the_conversation_is_not_taken():
-    ask = await ask_of(BODY, f"X-Viiwork-Session: {SESSION}")
-    assert ask.session is None
+    ask = await ask_of(BODY, f"X-Viiwork-Session: {SESSION}", "X-Viiwork-Session-Home: c")
+    assert ask.session is None and ask.home == ""
 
 
 async def test_a_proven_forward_says_which_conversation_it_belongs_to():
@@ -59,10 +59,13 @@ async def test_a_proven_forward_says_which_conversation_it_belongs_to():
         "X-Viiwork-Forwarded: b",
         f"X-Viiwork-Auth: sesame {CHAT} {len(raw)}",
         f"X-Viiwork-Session: {SESSION}",
+        "X-Viiwork-Session-Home: c",
     )
-    assert (await ask_of(BODY, *proof)).session == SESSION
-    odd = (*proof[:2], "X-Viiwork-Session: nonsense")
-    assert (await ask_of(BODY, *odd)).session is None
+    ask = await ask_of(BODY, *proof)
+    assert (ask.session, ask.home) == (SESSION, "c")
+    odd = (*proof[:2], "X-Viiwork-Session: nonsense", "X-Viiwork-Session-Home: a/b")
+    ask = await ask_of(BODY, *odd)
+    assert (ask.session, ask.home) == (None, "")
 
 
 @pytest.mark.parametrize("backend, told", [("", SESSION), ("m/0", None)])

@@ -3,7 +3,8 @@
 A chat's prompt has a token for each word; reading a new one takes PREFILL_MS. A token's state is ROW_BYTES
 that follow from the tokens up to it and cannot be packed. A save takes SAVE_S and stops every slot, as the
 real engine's does. What happens is written to the file SEEN, a line each: `begin TEXT`, `end TEXT`, `save`,
-`saved`, `restore N`.
+`saved`, `restore N`; the node's probe and self-test leave no lines. While the file LIES is there, a restore
+answers well and the slot's next turn reuses nothing.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ SAVES = Path(argument("--slot-save-path", "."))
 PREFILL_S = float(os.environ.get("PREFILL_MS", "0")) / 1000
 ROW_BYTES = int(os.environ.get("ROW_BYTES", "8192"))
 SAVE_S = float(os.environ.get("SAVE_S", "0"))
+LIES = Path(os.environ.get("LIES", "/nonexistent"))
 
 
 def tokens_of(messages: list[dict[str, str]]) -> list[int]:
@@ -65,6 +67,10 @@ def saved_tokens(data: bytes) -> list[int]:
     return list(struct.unpack_from(f"<{n}i", data, 24))
 
 
+def is_test(path: Path) -> bool:
+    return path.name.startswith(("probe-", "test-"))
+
+
 def seen(what: str) -> None:
     with open(os.environ["SEEN"], "a") as file:
         file.write(what + "\n")
@@ -74,6 +80,8 @@ class Engine:
     def __init__(self) -> None:
         self.held: list[list[int]] = [[1] for _ in range(N_SLOTS)]
         self.busy: set[int] = set()
+        self.tasks = list(range(N_SLOTS))  # the last one of each slot
+        self.useless: set[int] = set()  # slots whose restored state will give no reuse
         self.stop = asyncio.Lock()  # held while all slots stand still
 
     async def slots(self, request: web.Request) -> web.Response:
@@ -83,7 +91,7 @@ class Engine:
                     "id": i,
                     "n_ctx": N_CTX,
                     "is_processing": i in self.busy,
-                    "id_task": 1,
+                    "id_task": self.tasks[i],
                     "n_prompt_tokens": len(self.held[i]),
                 }
                 for i in range(N_SLOTS)
@@ -92,29 +100,52 @@ class Engine:
 
     async def completion(self, request: web.Request) -> web.Response:
         body = await request.json()
-        slot = body.get("id_slot", 0)
-        self.held[slot] = [1]
-        return web.json_response({"content": "x", "id_slot": slot})
+        slot, prompt = body.get("id_slot", 0), body["prompt"]
+        prompt = [1] if isinstance(prompt, str) else prompt
+        reused = self.begin(slot, prompt)
+        self.held[slot] = prompt
+        told = {"cache_n": reused, "prompt_n": len(prompt) - reused}
+        return web.json_response({"content": "x", "tokens": [7], "id_slot": slot, "timings": told})
+
+    def begin(self, slot: int, prompt: list[int]) -> int:
+        """A task starts in the slot; the answer is how many tokens it needs not read."""
+        self.tasks[slot] = max(self.tasks) + 1
+        if slot in self.useless:
+            self.useless.discard(slot)
+            return 0
+        return min(common(prompt, self.held[slot]), len(prompt) - 1)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        return web.json_response({"tokens": tokens_of([{"content": body["content"]}])})
 
     async def act(self, request: web.Request) -> web.Response:
         slot, action = int(request.match_info["slot"]), request.query["action"]
+        if action == "erase":
+            n, self.held[slot] = len(self.held[slot]), []
+            return web.json_response({"id_slot": slot, "n_erased": n})
         path = SAVES / (await request.json())["filename"]
         async with self.stop:
             return web.json_response(await (self.save if action == "save" else self.restore)(slot, path))
 
     async def save(self, slot: int, path: Path) -> dict[str, Any]:
-        seen("save")
+        if not is_test(path):
+            seen("save")
         await asyncio.sleep(SAVE_S)
         data = save_file(self.held[slot], slot)
         path.write_bytes(data)
-        seen("saved")
+        if not is_test(path):
+            seen("saved")
         done = {"n_saved": len(self.held[slot]), "n_written": len(data)}
         return {"id_slot": slot, **done, "timings": {"save_ms": SAVE_S * 1000}}
 
     async def restore(self, slot: int, path: Path) -> dict[str, Any]:
         data = path.read_bytes()
         self.held[slot] = saved_tokens(data)
-        seen(f"restore {len(self.held[slot])}")
+        if LIES.exists():
+            self.useless.add(slot)
+        if not is_test(path):
+            seen(f"restore {len(self.held[slot])}")
         done = {"n_restored": len(self.held[slot]), "n_read": len(data)}
         return {"id_slot": slot, **done, "timings": {"restore_ms": 1.0}}
 
@@ -127,7 +158,7 @@ class Engine:
         seen(f"begin {text}")
         try:
             prompt = tokens_of(body["messages"])
-            reused = min(common(prompt, self.held[slot]), len(prompt) - 1)
+            reused = self.begin(slot, prompt)
             await asyncio.sleep((len(prompt) - reused) * PREFILL_S)
             n_words = body.get("max_tokens", 3)
             told = {"cache_n": reused, "prompt_n": len(prompt) - reused, "predicted_n": n_words}
@@ -174,6 +205,7 @@ def main() -> None:
     app.router.add_get("/props", props)
     app.router.add_get("/slots", engine.slots)
     app.router.add_post("/completion", engine.completion)
+    app.router.add_post("/tokenize", engine.tokenize)
     app.router.add_post("/slots/{slot}", engine.act)
     app.router.add_post("/v1/chat/completions", engine.chat)
     web.run_app(

@@ -11,17 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.fakes.kv_relay import outcome, relayed
 from viiwork.errors import KvError
 from viiwork.wire.channel import Initiator, mesh_key
-
-Hook = Callable[[int, bytearray], bytearray | None]
 
 
 @pytest.fixture
@@ -30,51 +28,6 @@ def save(tmp_path: Path, kit: Any) -> tuple[Path, bytes]:
     path = tmp_path / "state.bin"
     path.write_bytes(data)
     return path, data
-
-
-async def relayed(kit: Any, hook: Hook) -> tuple[socket.socket, socket.socket, asyncio.Task[None]]:
-    """Two ends with a program between them; `hook(offset, data)` sees what the sender sends.
-
-    It gives the bytes to pass on, or None to cut the link.
-    """
-    near, near_mid = kit.tcp_pair()
-    far_mid, far = kit.tcp_pair()
-    for sock in (near_mid, far_mid):
-        sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-
-    async def pump(source: socket.socket, target: socket.socket, hook: Hook) -> None:
-        offset = 0
-        while data := bytearray(await loop.sock_recv(source, 1 << 16)):
-            passed = hook(offset, data)
-            if passed is None:
-                raise ConnectionAbortedError
-            offset += len(data)
-            await loop.sock_sendall(target, passed)
-        target.shutdown(socket.SHUT_WR)
-
-    async def run() -> None:
-        pumps = [
-            asyncio.create_task(pump(near_mid, far_mid, hook)),
-            asyncio.create_task(pump(far_mid, near_mid, lambda _, data: data)),
-        ]
-        with near_mid, far_mid:
-            with contextlib.suppress(OSError):
-                await asyncio.gather(*pumps)
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-
-    return near, far, asyncio.create_task(run())
-
-
-async def outcome(*jobs: Awaitable[Any]) -> list[str]:
-    """Reason words of failed jobs, `done` for the others."""
-    results = await asyncio.gather(*jobs, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, KvError):
-            raise result
-    return [result.reason if isinstance(result, KvError) else "done" for result in results]
 
 
 async def assert_empty(worker: Any, tmp_path: Path, name: str) -> None:
@@ -188,11 +141,24 @@ async def test_a_session_longer_than_the_slot_is_refused(kit: Any, workers: Any,
     assert await outcome(b.send(near, kit.send_job(path)), b.receive(far, grant)) == ["too_long", "too_long"]
 
 
-async def test_a_full_store_refuses_and_takes_the_next_that_fits(
+async def test_an_engine_with_another_cache_type_is_sent_nothing(
     kit: Any, workers: Any, save: Any, tmp_path: Path
 ) -> None:
     path, data = save
-    b = await workers("b", budget=len(data) * 9 // 10)
+    b = await workers("b")
+    quantised = kit.make_save(40, n_layer=8, type_=8, row=272)
+    grant = kit.grant_for(data, models=kit.grant_for(quantised).models)
+    near, far = kit.tcp_pair()
+    assert await outcome(b.send(near, kit.send_job(path)), b.receive(far, grant)) == ["layout", "layout"]
+    await assert_empty(b, tmp_path, "b")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+async def test_a_full_store_refuses_and_takes_the_next_that_fits(
+    kit: Any, workers: Any, save: Any, tmp_path: Path, share: float
+) -> None:
+    path, data = save
+    b = await workers("b", budget=int(len(data) * share))
     near, far = kit.tcp_pair()
     reasons = await outcome(b.send(near, kit.send_job(path)), b.receive(far, kit.grant_for(data)))
     assert reasons == ["no_space", "no_space"]

@@ -155,3 +155,25 @@ def test_a_worker_serves_a_node_that_runs_on_uvloop(kit: Any, save: Any, tmp_pat
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(node())
+
+
+async def test_a_prompt_shares_tokens_with_a_replica_up_to_the_first_that_differs(
+    kit: Any, workers: Any, save: Any, tmp_path: Path
+) -> None:
+    path, data = save
+    worker = await workers("a")
+    name = (await worker.keep(kit.state_file(path))).replica
+    info = kit.info_of(data)
+    tokens = data[info.tokens_offset :][: 4 * info.n_tokens]
+    other = (12345).to_bytes(4, "little")
+    assert other * 2 not in tokens
+    assert await worker.common_tokens(name, tokens) == 3000
+    assert await worker.common_tokens(name, tokens + other * 600) == 3000
+    for n in (0, 1, 255, 256, 257, 512, 2815, 2816, 2999):
+        assert await worker.common_tokens(name, tokens[: 4 * n]) == n
+        differing = tokens[: 4 * n] + bytes(byte ^ 1 for byte in tokens[4 * n : 4 * n + 4])
+        assert await worker.common_tokens(name, differing + tokens[4 * n + 4 :]) == n
+        assert await worker.common_tokens(name, differing) == n
+    with pytest.raises(KvError) as caught:
+        await worker.common_tokens("nobody's", tokens)
+    assert caught.value.reason == "no_replica"

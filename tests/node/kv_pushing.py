@@ -142,10 +142,10 @@ class Bench:
             get=lambda backend: self.layout, identity=lambda model: IDENTITY if self.layout else None
         )
         settings = KvShareSection(**{"min_tokens": 100, **config})
-        client: Any = SimpleNamespace(key=b"k")
-        peers = KvPeers("a", client, lambda name: self.members.get(name))
+        self.client: Any = SimpleNamespace(key=b"k")
+        peers = KvPeers("a", self.client, lambda name: self.members.get(name))
         self.manners, self.states, self.worker = Manners(settings.stall_share), SlotStates(), Kept()
-        self.targets = Targets(settings, peers, d, layouts, self.stats)
+        self.targets = Targets(settings, peers, d, layouts)
         self.gates = EngineGates()
         saver = Saver("a", d, self.gates, self.manners, self.states, self.stats)
         sender: Any = self.sends

@@ -32,9 +32,9 @@ def state_model(folder: Path, node: str, *, parallel: int = 2, **env: Any) -> st
 
 
 def seen(node: NodeProcess) -> list[str]:
-    """What the node's engine did since its start, but for the probe's save."""
+    """What the node's engine did since its start, but for the probe and the self-test."""
     file = node.folder / f"{node.name}.seen"
-    return file.read_text().splitlines()[2:] if file.exists() else []
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def words(n: int) -> str:

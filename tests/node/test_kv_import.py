@@ -133,6 +133,14 @@ async def test_a_move_without_any_state_here_is_judged_too(bench: Bench):
     assert bench.stats.moves == {"cold": 1} and bench.stats.not_warm_causes == {"no_replica": 1}
 
 
+async def test_a_move_that_only_the_entry_node_knows_of_is_judged(bench: Bench):
+    """The node's own reports of its peers are as old as the last poll."""
+    await bench.turn(3, 0, 900, forwarded_by="b", home="b")
+    assert bench.stats.moves == {"cold": 1} and bench.stats.not_warm_causes == {"no_replica": 1}
+    await bench.turn(5, 900, 950, forwarded_by="b", home="b")
+    assert bench.stats.moves == {"cold": 1}, "the newest turn ran here, whatever an entry node remembers"
+
+
 async def test_a_move_whose_replica_made_room_for_others_says_so(bench: Bench):
     bench.put(900, 2, NEW)
     bench.replicas.evicted(f"b{NEW}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from viiwork.core.replicas import Replica
 from viiwork.core.sessions import Binding
 from viiwork.core.turn import Ask, Outcome
 from viiwork.errors import KvError
@@ -116,19 +118,37 @@ async def test_a_state_no_peer_takes_is_tried_again_and_not_for_ever(bench: Benc
     assert len(bench.engine.saved) == 1 + KV_PUSH_TRIES
 
 
-async def test_states_whose_peers_all_rest_after_a_failure_go_there_when_they_have_rested(
-    bench: Bench, monkeypatch
-):
-    monkeypatch.setattr("viiwork.core.push_targets.KV_PEER_BACKOFF_S", 0.3)
-    monkeypatch.setattr("viiwork.core.manners.KV_DEBOUNCE_S", 0.0)
-    bench.sends.fails = {FIRST: "link_lost", SECOND: "link_lost"}
-    failed = await bench.turn()
-    await until(lambda: len(bench.sends.to) == 2)
-    bench.sends.fails.clear()
-    came_then = await bench.turn("other")
+async def test_a_turn_that_ends_while_its_only_peer_rests_is_sent_later(bench: Bench, monkeypatch):
+    bench.reports(SECOND, kv=None)
+    bench.sends.fails[FIRST] = "link_lost"
+    monkeypatch.setattr("viiwork.node.kv_push.KV_PUSH_TRIES", 0)
+    await bench.turn()
     await bench.quiet()
-    assert {generation for _, generation in bench.sends.to[2:]} == {failed, came_then}
-    assert bench.stats.sent.skipped["no_peer"] == 0
+    assert bench.sends.to and bench.targets.in_order(KEY, 1000) == []
+    monkeypatch.setattr("viiwork.node.kv_push.KV_PUSH_TRIES", 5)
+    bench.sends.fails.clear()
+    newest = await bench.turn(cached=1000, prefilled=300)
+    await bench.quiet()
+    assert bench.sends.to[1:] == [(FIRST, newest)]
+
+
+async def test_at_its_end_a_node_tries_peers_that_failed_as_well(bench: Bench):
+    bench.reports(SECOND, kv=None)
+    await bench.turn(prefilled=10)
+    bench.targets.failed(FIRST, KvError("link_lost"))
+    generation = await bench.turn()
+    await bench.pusher.hand_over()
+    assert bench.sends.to == [(FIRST, generation)]
+
+
+async def test_a_state_goes_to_no_address_that_forbids_it(bench: Bench):
+    bench.client.key = None
+    bench.members = {name: replace(member, addr="192.168.1.9") for name, member in bench.members.items()}
+    await bench.turn()
+    await bench.quiet()
+    assert bench.engine.saved == [] and bench.stats.sent.skipped == {"path_not_allowed": 1}
+    with pytest.raises(KvError, match=r"192\.168\.1\.9"):
+        await bench.pusher.push_now(KEY, FIRST, "pull")
 
 
 @pytest.mark.parametrize("reason", ["worker_died", "bad_file", "have_newer", "superseded"])
@@ -392,18 +412,29 @@ async def test_a_last_copy_is_kept_here_before_another_session_takes_its_slot(be
     bench.dispatcher.finish(grant, Outcome("client_gone"))
 
 
-async def test_nothing_is_kept_of_what_others_hold_or_the_engine_keeps_or_is_built_upon(bench: Bench):
+@pytest.mark.parametrize("why", ["held by a peer", "in the engine's RAM", "not lasting", "to stay", "kept"])
+async def test_nothing_is_kept_of_what_is_not_lost_or_not_to_be_kept(bench: Bench, why: str):
+    bench.dispatcher.sessions.ram_cache("m/0", 10**6 if why == "in the engine's RAM" else 0)
     await lone_states(bench)
-    grant = await bench.begin("u")
     for state in list(bench.states.newest_first()):
-        bench.targets.sent(state.key, FIRST, state.binding)
+        key, binding = state.key, state.binding
+        if why == "held by a peer":
+            bench.targets.sent(key, FIRST, binding)
+        if why == "kept":
+            bench.dispatcher.book.replicas.put(Replica(key[0], key, 3000, 5, binding.generation, "a"))
+        bench.states.ran(key, binding, 0, shared=why != "to stay", lasting=why != "not lasting")
+    grant = await bench.begin("u")
     await bench.stash.before(grant)
     assert bench.engine.saved == []
     bench.dispatcher.finish(grant, Outcome("client_gone"))
-    own = await bench.begin("s")
-    await bench.stash.before(own)
-    assert bench.engine.saved == [], "a turn of the same session takes nothing away"
-    bench.dispatcher.finish(own, Outcome("client_gone"))
+
+
+async def test_a_turn_of_the_same_session_takes_nothing_away(bench: Bench):
+    await lone_states(bench)
+    grant = await bench.begin("s")
+    await bench.stash.before(grant)
+    assert bench.engine.saved == []
+    bench.dispatcher.finish(grant, Outcome("client_gone"))
 
 
 async def test_a_turn_never_waits_for_a_stash_that_costs_more_than_it_saves(bench: Bench):

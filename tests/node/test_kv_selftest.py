@@ -28,6 +28,8 @@ from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_verdicts import FILE_NAME, Verdict, Verdicts
 from viiwork.wire.state import CacheShape, Plane, StateShape
 
+from .nodes import NodeProcess
+
 REF = SlotRef("m/0", 0)
 
 
@@ -369,3 +371,36 @@ async def test_one_log_line_tells_of_the_test(tmp_path: Path, caplog: pytest.Log
         "kv_share.tested model=m verdict=append-only kind=dense build=b7 tokens=48 append=48 diverging=0: "
         "a prompt that diverges 3 tokens before the end reuses 0 of 48"
     ]
+
+
+async def test_an_engine_that_has_no_time_for_the_test_is_asked_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pauses: list[float] = []
+    d, told = dispatcher(1), Told(48, 48, 45)
+    grant = await d.acquire(Ask("1", "m"))  # the only slot
+    layouts = told_layouts(told, tmp_path, d)
+    sleep = asyncio.sleep
+
+    async def paused(seconds: float) -> None:
+        if seconds:
+            pauses.append(seconds)
+        if len(pauses) == 20:
+            d.finish(grant, Outcome("done", 200))
+        await sleep(0)
+
+    monkeypatch.setattr("viiwork.node.kv_layouts.asyncio.sleep", paused)
+    layouts.changed(view(tmp_path, "http://e1"))
+    async with asyncio.timeout(120):
+        while layouts.get("m/0") is None:
+            await sleep(0.005)
+    assert pauses[:4] == [0.001, 0.002, 0.004, 0.008] and max(pauses) == 60.0
+
+
+@pytest.mark.engine
+async def test_a_node_shows_what_it_found(http: aiohttp.ClientSession, pair: tuple[NodeProcess, NodeProcess]):
+    status = await pair[0].until(http, "tested", lambda s: "small" in s["kv_share"]["models"])
+    found = status["kv_share"]["models"]["small"]
+    assert found["verdict"] == "portable" and found["build"].startswith("xllamacpp ")
+    assert found["tested_tokens"] == found["append_reused"] == 48 and found["diverging_reused"] == 45
+    assert "kv_share.tested model=small verdict=portable kind=dense" in pair[0].log

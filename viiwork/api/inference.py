@@ -37,7 +37,7 @@ from viiwork.errors import (
     ViiworkError,
 )
 from viiwork.limits import REFUSAL_DRAIN_BYTES, REFUSAL_DRAIN_S, ROUTE_ATTEMPTS_MAX
-from viiwork.wire.conversation import SESSION_HEADER, forwarded_session
+from viiwork.wire.conversation import HOME_HEADER, SESSION_HEADER, forwarded_home, forwarded_session
 from viiwork.wire.openai import ENGINE_CHOOSES, Peek, name_model, peek, pin
 from viiwork.wire.placement import (
     ANYWHERE,
@@ -152,6 +152,7 @@ class Inference:
             request_id=connection.request_id,
             model=wanted.model,
             session=forwarded_session(headers) if entry is not None else None,
+            home=forwarded_home(headers) if entry is not None else "",
             session_key=wanted.session_key,
             chain=wanted.chain,
             pin=place.pin,
@@ -299,6 +300,8 @@ class Inference:
             proof[REQUEST_HEADER] = grant.ask.request_id
             if grant.ask.session is not None:
                 proof[SESSION_HEADER] = grant.ask.session
+            if grant.ask.home:
+                proof[HOME_HEADER] = grant.ask.home
             if grant.wait_ms:
                 proof[WAIT_HEADER] = str(grant.wait_ms)
         elif (external := self._external(grant.backend)) is not None:

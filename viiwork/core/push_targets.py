@@ -39,17 +39,20 @@ class PushTargets:
         n_tokens: int,
         peers: list[tuple[str, ModelCapacity]],
         now: float,
+        *,
+        is_last_try: bool = False,
     ) -> list[str]:
         """Peers that could restore the state, the likeliest next host first.
 
-        That is the session's own order of hosts, those without a free slot for long behind the others, and
-        those that failed of late left out.
+        That is the session's own order of hosts, those without a free slot for long behind the others; those
+        that failed of late are left out, or stand last when this is the last try.
         """
         session, model = key
         full = {node for node, entry in peers if self._is_full(node, entry, now)}
         able = targets(session, model, own, n_tokens, peers, len(peers))
-        able = [node for node in able if not self.is_failing(node, now)]
-        return [node for node in able if node not in full] + [node for node in able if node in full]
+        failing = {node for node in able if self.is_failing(node, now)}
+        able.sort(key=lambda node: (node in failing, node in full))
+        return [node for node in able if is_last_try or node not in failing]
 
     # -- what was sent -------------------------------------------------------------------------------
     def sent(self, key: SessionKey, node: str, generation: int, now: float) -> None:

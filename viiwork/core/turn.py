@@ -42,6 +42,7 @@ class Ask(Struct, frozen=True, gc=False):
     request_id: str
     model: str
     session: str | None = None  # the conversation this turn continues or begins, 32 hex digits
+    home: str = ""  # node of the conversation's last turn, as the entry node knows it; "" = it does not
     parent: str | None = None  # the session whose earlier state this turn begins with, itself after an edit
     shared_tokens: int = 0  # how much of that is still right, estimated
     session_key: str | None = None  # the client's own key for it, hashed: 32 hex digits

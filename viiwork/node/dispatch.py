@@ -12,7 +12,6 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from dataclasses import dataclass
 
 from viiwork.config.model import RoutingSection
 from viiwork.core.capacity import Perf
@@ -42,6 +41,7 @@ from viiwork.errors import AllRoutesRefused, NoFreeSlot, QueueFull, QueueTimeout
 from viiwork.limits import FULL_ANSWERS_MAX, LEFT_DRAIN_S, QUEUE_LATE_S
 from viiwork.node.clock import wall_ms
 from viiwork.node.sessions import NodeSessions
+from viiwork.node.slot_loans import SlotLoans
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +58,6 @@ def policy_of(routing: RoutingSection) -> Policy:
 
 
 OUT_OF_TIME_S = 1e9  # waited for longer than any budget: nothing is held out for
-
-
-@dataclass(slots=True)
-class _Saving:
-    """A slot that kv_share holds for its own work."""
-
-    ref: SlotRef
-    done: asyncio.Event  # set when it is given back
-    n_waiting: int = 0  # requests of its own session
 
 
 class Dispatcher:
@@ -109,7 +100,7 @@ class Dispatcher:
         self._draw = draw
         self._waiting: dict[Waiter, asyncio.Future[Grant]] = {}
         self._tries = Tries()
-        self._saving: dict[int, _Saving] = {}  # by lease
+        self._loans = SlotLoans(self.slots)
         self._in_slots: dict[int, tuple[Grant, float]] = {}  # lease -> what runs in it, and since when
         self._left: dict[str, float] = {}  # peers that took their leave, and when
         self._before: dict[int, Binding] = {}  # lease -> where the session was when its turn began
@@ -135,7 +126,7 @@ class Dispatcher:
             raise
 
     async def _acquire(self, ask: Ask, exclude: Collection[str]) -> Grant:
-        waited_s = await self._until_saved(ask) if ask.session is not None and self._saving else 0.0
+        waited_s = await self._until_saved(ask) if ask.session is not None and self._loans else 0.0
         if self._draining:
             raise ShuttingDown(f"{self._me} is shutting down")
         if exclude and ask.forwarded_by is not None:
@@ -212,22 +203,16 @@ class Dispatcher:
 
     def take_idle_slot(self, ref: SlotRef) -> int | None:
         """Lease a slot for kv_share's own work, if nobody holds it; also of a backend that drains."""
-        if not self.slots.is_idle(ref):
-            return None
-        lease = self.slots.lease(ref)
-        self._saving[lease] = _Saving(ref, asyncio.Event())
-        return lease
+        return self._loans.lend(ref)
 
     def is_at_rest(self, ref: SlotRef) -> bool:
         """Does no request run in the slot? A save of kv_share may."""
-        return self.slots.is_free(ref) or any(saving.ref == ref for saving in self._saving.values())
+        return self.slots.is_free(ref) or self._loans.is_lent(ref)
 
     def is_wanted(self, ref: SlotRef, model: str) -> bool:
         """Does a request wait that could run in the slot, or for such a lease on it to end?"""
         waiting = self.queue.asks(model) if self.slots.is_routable(ref) else ()
-        if any(ask.pin in (None, self._me) for ask in waiting):
-            return True
-        return any(saving.ref == ref and saving.n_waiting > 0 for saving in self._saving.values())
+        return any(ask.pin in (None, self._me) for ask in waiting) or self._loans.is_awaited(ref)
 
     def running(self) -> Iterator[Running]:
         """The requests in slots of this node."""
@@ -261,7 +246,7 @@ class Dispatcher:
     def give_back(self, lease: int) -> None:
         """End such a lease; once."""
         self.slots.release(lease)
-        self._saving.pop(lease).done.set()
+        self._loans.end(lease)
         self.wake()
 
     def wake(self) -> None:
@@ -373,15 +358,9 @@ class Dispatcher:
         binding = self.sessions.get((ask.session, ask.model)) if ask.session is not None else None
         if binding is None or binding.ref is None or not ask.needs_slot:
             return 0.0
-        saving = next((saving for saving in self._saving.values() if saving.ref == binding.ref), None)
-        if saving is None:
-            return 0.0
         since = self._clock()
-        saving.n_waiting += 1
-        try:
-            await saving.done.wait()
-        finally:
-            saving.n_waiting -= 1
+        if not await self._loans.until_back(binding.ref):
+            return 0.0
         return self._clock() - since
 
     async def _wait(self, ask: Ask, decided: Decided) -> Grant:

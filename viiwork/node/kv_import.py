@@ -86,7 +86,7 @@ class Importer:
         if ask.session is None or grant.slot is None:
             return
         key, ref = (ask.session, ask.model), SlotRef(grant.backend, grant.slot)
-        running = self._running[grant.lease] = _Running(key, Turn(self._home(key)))
+        running = self._running[grant.lease] = _Running(key, Turn(self._home(key) or ask.home))
         turn = running.turn
         binding, replica = self._dispatcher.sessions.get(key), self._replicas.get(key)
         here = binding if binding is not None and binding.ref == ref else None

@@ -22,7 +22,7 @@ from viiwork.engine.supervisor import BackendView
 from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import SaveFacts
-from viiwork.limits import KV_PROBE_AGAIN_S, KV_PROBE_SAVE_S, KV_TEST_LOOK_S
+from viiwork.limits import KV_PROBE_AGAIN_MAX_S, KV_PROBE_AGAIN_S, KV_PROBE_SAVE_S, KV_TEST_LOOK_S
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_selftest import SelfTest
@@ -214,6 +214,7 @@ class EngineLayouts:
 
     async def _learn(self, view: BackendView, save_dir: Path, client: SlotsClient) -> None:
         """Probe until that says yes or no."""
+        again_s = self._again_s
         while True:
             try:
                 known = await self._probe(view, save_dir, client)
@@ -222,7 +223,8 @@ class EngineLayouts:
                 if not isinstance(error, KvError) or error.reason not in _PASSING:
                     log.info("kv_share.not_portable model=%s: %s", view.model, error)
                     return
-                await asyncio.sleep(self._again_s)
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, KV_PROBE_AGAIN_MAX_S)
                 continue
             self._known[view.id] = known
             self._why_not.pop(view.model, None)
@@ -235,6 +237,8 @@ class EngineLayouts:
             build = f"xllamacpp {version('xllamacpp')}"  # its engine does not know its own
         async with self._idle_slot(view, client) as (ref, held):
             path = save_dir / f"probe-{uuid.uuid4().hex}"
+            if self._dispatcher.is_wanted(ref, view.model):
+                raise KvError("slot_busy", f"requests for {view.model} wait")
             try:
                 await client.save(ref.slot, path.name, KV_PROBE_SAVE_S)
                 info = await self._worker.inspect(path)

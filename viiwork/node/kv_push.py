@@ -30,7 +30,7 @@ from viiwork.node.kv_targets import Targets
 log = logging.getLogger(__name__)
 
 # Reasons why nothing is saved that are no failures.
-_NO_NEED = frozenset({"slot_busy", "not_here", "no_peer", "current", "not_portable"})
+_NO_NEED = frozenset({"slot_busy", "not_here", "no_peer", "path_not_allowed", "current", "not_portable"})
 
 
 class _Push:
@@ -55,9 +55,10 @@ class _Push:
 
     async def pause(self, seconds: float) -> None:
         """Unless it is, or becomes, urgent."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.urgent.wait()
+        if seconds > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.urgent.wait()
 
     def failed(self, error: BaseException) -> None:
         if not self.saved.done():
@@ -222,8 +223,7 @@ class Pusher:
 
     async def _until_due(self, key: SessionKey, push: _Push) -> None:
         """Wait until a save of the session is polite; raises `KvError` when there is no use in one."""
-        if (early_s := push.not_before - time.monotonic()) > 0 and not push.urgent.is_set():
-            await push.pause(early_s)  # until the peer that failed counts as one again
+        await push.pause(push.not_before - time.monotonic())
         while True:
             binding, layout = self._newest(key)
             missing = () if push.n_joined else self._missing(key, binding)
@@ -256,7 +256,7 @@ class Pusher:
         """Who is to be given the state; raises `KvError` when that is nobody."""
         in_order = self._targets.in_order(key, binding.n_tokens)
         if not in_order:
-            raise KvError("no_peer", "no peer could use it")
+            raise self._targets.why_nobody(key[1])
         holders = self._targets.holders(key, binding.generation)
         missing = [member for member in in_order[: self._config.replicas] if member.name not in holders]
         if not missing:

@@ -77,7 +77,7 @@ class KvShare:
         manners = self._manners = Manners(config.stall_share)
         states = self._states = SlotStates()
         stats, layouts = self._stats, self._layouts
-        targets = self._targets = Targets(config, peers, dispatcher, layouts, stats)
+        targets = self._targets = Targets(config, peers, dispatcher, layouts)
         saver = Saver(peers.me, dispatcher, gates, manners, states, stats)
         sender = Sender(config, peers, worker, self.paths, stats)
         self._pusher = Pusher(config, dispatcher, layouts, saver, sender, targets, manners, states, stats)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from viiwork.mesh.peer import PeerClient
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayouts
-from viiwork.node.kv_stats import KvStats
-
-log = logging.getLogger(__name__)
 
 # What went wrong on this side, or says nothing against the peer.
 _NOT_THE_PEERS = frozenset(
@@ -45,13 +41,11 @@ class Targets:
         peers: KvPeers,
         dispatcher: Dispatcher,
         layouts: EngineLayouts,
-        stats: KvStats,
     ) -> None:
         self._config = config
         self._peers = peers
         self._dispatcher = dispatcher
         self._layouts = layouts
-        self._stats = stats
         self._book = PushTargets()
         self._left_at: float | None = None
 
@@ -63,21 +57,37 @@ class Targets:
     def in_order(self, key: SessionKey, n_tokens: int) -> list[Member]:
         """Members that could restore the state, the session's likeliest next host first."""
         now = time.monotonic()
-        allowed = []
-        for node, entry in self._dispatcher.peers.serving(key[1], self._left_at or now):
+        serving = [
+            (node, entry, member)
+            for node, entry in self._dispatcher.peers.serving(key[1], self._left_at or now)
+            if (member := self._peers.member(node)) is not None
+        ]
+        allowed = {node: (entry, member) for node, entry, member in serving if not self._bar_of(member)}
+        order = self._book.order(
+            key,
+            self._layouts.identity(key[1]),
+            n_tokens,
+            [(node, entry) for node, (entry, _) in allowed.items()],
+            now,
+            is_last_try=self._left_at is not None,
+        )
+        return [allowed[node][1] for node in order]
+
+    def why_nobody(self, model: str) -> KvError:
+        """Why no member is left for a state of the model."""
+        for node, _ in self._dispatcher.peers.serving(model, self._left_at or time.monotonic()):
             member = self._peers.member(node)
-            if member is not None and not self._is_barred(member):
-                allowed.append((node, entry))
-        order = self._book.order(key, self._layouts.identity(key[1]), n_tokens, allowed, now)
-        return [member for node in order if (member := self._peers.member(node)) is not None]
+            if member is not None and (why := self._bar_of(member)):
+                return KvError("path_not_allowed", f"{node} at {member.addr}: {why}")
+        return KvError("no_peer", "no peer could use it")
 
     def member(self, node: str) -> Member:
         """The member of this name, if a state may go there. Raises `KvError`."""
         member = self._peers.member(node)
         if member is None:
             raise KvError("no_peer", f"{node!r} is no member")
-        if self._is_barred(member):
-            raise KvError("path_not_allowed", f"no state may go to {member.addr}")
+        if why := self._bar_of(member):
+            raise KvError("path_not_allowed", f"{node} at {member.addr}: {why}")
         return member
 
     def holders(self, key: SessionKey, generation: int) -> set[str]:
@@ -115,10 +125,7 @@ class Targets:
         serving = [node for node, _ in self._dispatcher.peers.serving(key[1], self._left_at or now)]
         return self._book.try_again_s(serving, now)
 
-    def _is_barred(self, member: Member) -> bool:
+    def _bar_of(self, member: Member) -> str:
+        """Why no state may go to its address, "" = it may."""
         secured = self._peers.client.key is not None
-        why = path_allowed(member.addr, secured=secured, open_lan=self._config.open)
-        if why:
-            self._stats.sent.skipped["path_not_allowed"] += 1
-            log.debug("kv_share.not_allowed peer=%s: %s", member.name, why)
-        return bool(why)
+        return path_allowed(member.addr, secured=secured, open_lan=self._config.open)

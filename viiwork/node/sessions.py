@@ -53,7 +53,11 @@ class NodeSessions:
             return ask
         self.conversations.began(ask, identity.session)
         return msgspec.structs.replace(
-            ask, session=identity.session, parent=identity.parent, shared_tokens=identity.shared_tokens
+            ask,
+            session=identity.session,
+            home=ask.home or identity.home,
+            parent=identity.parent,
+            shared_tokens=identity.shared_tokens,
         )
 
     def ended(self, ask: Ask) -> None:

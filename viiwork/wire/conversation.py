@@ -14,6 +14,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import UNSET, Raw, UnsetType
 
+from viiwork.core.names import node_name_problem
 from viiwork.core.turn import Chain
 from viiwork.limits import CHAIN_BLOCK_BYTES, CHAIN_LINKS_MAX, SESSION_FIELD_MAX_BYTES
 
@@ -23,6 +24,7 @@ LINK_BYTES = 8
 _Piece = Raw | bytes | memoryview
 
 _SYSTEM = re.compile(rb'\{\s*"role"\s*:\s*"(?:system|developer)"')
+HOME_HEADER = "X-Viiwork-Session-Home"  # the same for the node that ran its last turn
 _SESSION = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _ROLE = re.compile(rb'\{\s*"role"\s*:')
 _MARK = b'"cache_control"'
@@ -73,6 +75,12 @@ def forwarded_session(headers: Mapping[str, str]) -> str | None:
     """The conversation a proven forward says it belongs to."""
     said = headers.get(SESSION_HEADER, "")
     return said if _SESSION.fullmatch(said) else None
+
+
+def forwarded_home(headers: Mapping[str, str]) -> str:
+    """The node of the conversation's last turn, as a proven forward says; "" when it does not."""
+    said = headers.get(HOME_HEADER, "")
+    return said if node_name_problem(said) is None else ""
 
 
 def body_key(parts: Parts) -> str | None:
