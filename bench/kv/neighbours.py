@@ -2,10 +2,10 @@
 
 Two fleets of two nodes each on loopback, with a real engine (SmolLM2, one thread) and alike but for
 `kv_share.enabled`. On the first node of a fleet one client streams without end while another one holds a
-long conversation and adds a few words a turn; with kv_share on, each turn's state is saved whole and its end
-sent to the second node. Rounds visit the fleets in turn, with the same conversations, so that the machine's
-other work falls on both. A gap is the time between two tokens of the stream; the reading of the turns' prompts is in
-it on both sides.
+long conversation and adds a few words a turn; with kv_share on, each turn's state is saved whole and its
+end sent to the second node. Rounds visit the fleets in turn, with the same conversations, so that the
+machine's other work falls on both. A gap is the time between two tokens of the stream; the reading of
+the turns' prompts is in it on both sides.
 
     python bench/kv/neighbours.py [--rounds 5] [--seconds 20] [--rest 2.0] [--json FILE]
 """
