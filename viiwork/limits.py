@@ -275,6 +275,9 @@ KV_REPLICA_AGE_S = (
 )
 KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed
 KV_SILENCE_S = 8.0  # a peer that moves nothing for this long is gone; a LAN stall is far shorter
+KV_DRAIN_MIN_BYTES = (
+    16 * KIB
+)  # that a link must take of what we sent in KV_SILENCE_S: 2 KB/s carries nothing in time
 KV_JOB_DEADLINE_S = 600.0  # whole transfer: 250 MB at 0.5 MB/s; slower than that a cold prefill wins
 KV_LINGER_S = 2.0  # after a refusal: time for the peer to read the reason before the socket closes
 KV_DISK_RESERVE_BYTES = 64 * MIB  # left free on the replica folder's filesystem, for the engine's own save

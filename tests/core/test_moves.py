@@ -45,6 +45,12 @@ def test_the_home_of_a_session_is_where_its_newest_turn_ran(binding, replicas, a
         (Turn("b", n_restored=500), 0, "no_reuse"),
         (Turn("b", n_restored=500, is_prefix=False), 0, "diverged"),
         (Turn("b", n_held=500), 0, "evicted"),
+        (
+            Turn("b", n_held=18, is_prefix=False),
+            14,
+            "diverged",
+        ),  # compacted: only its head is right
+        (Turn("b", n_held=18, is_prefix=False), 18, "diverged"),
         (Turn("b", n_held=500), 499, "long_prompt"),
     ],
 )

@@ -307,3 +307,11 @@ def test_a_generation_is_newer_than_what_peers_hold_but_not_than_any_lie():
     assert table.next_generation(S, wall_ms=1000) == 2001
     peers.put("b", (Holding("s", "m", "", "", 1, "slot", 10**18),))
     assert table.next_generation(S, wall_ms=1000) == 1000
+
+
+def test_a_conversation_that_builds_upon_anothers_slot_holds_it_from_then_on():
+    table = SessionTable()
+    held = Binding("a", SLOT, 100, 1, tip="t1")
+    table.ran_here(S, held)
+    table.taken(SLOT, T, ("t1", "t2"))
+    assert table.get(S) is None and table.get(T) == held and table.occupant(SLOT) == T

@@ -39,8 +39,8 @@ def chain(n: int) -> Chain:
 
 
 def ask(number: int, n_messages: int = 3, **more: Any) -> Ask:
-    place = {"prefer": ("a",)}  # the tests say themselves where it runs
-    return Ask(f"r{number}", MODEL, session=SESSION, chain=chain(n_messages), **(place | more))
+    usual = {"session": SESSION, "prefer": ("a",)}  # the tests say themselves where it runs
+    return Ask(f"r{number}", MODEL, chain=chain(n_messages), **(usual | more))
 
 
 @dataclass

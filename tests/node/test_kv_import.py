@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from viiwork.core.slots import SlotRef
 from viiwork.core.turn import Ask, Outcome, Usage
 from viiwork.errors import KvError
 from viiwork.limits import KV_NO_REUSE_MAX
@@ -199,3 +200,32 @@ async def test_a_fault_of_the_restore_empties_the_slot_in_our_books(bench: Bench
     assert bench.d.sessions.get(KEY) is None
     bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 900, 1)))
     assert bench.stats.not_warm_causes == {"import_failed:restore_refused": 1}
+
+
+async def test_a_conversation_that_parts_from_another_begins_with_the_replica_of_that(bench: Bench):
+    parent = bench.put(900, 2, NEW)
+    await bench.turn(3, 900, 950, session="fork")
+    assert bench.engine.asked == ["restore 0"]
+    assert bench.d.sessions.occupant(SlotRef("m/0", 0)) == ("fork", MODEL)
+    assert bench.replicas.get(KEY) == parent, "its own conversation may go on as well"
+    assert bench.stats.moves["warm"] == 1
+
+
+@pytest.mark.parametrize("generation, asked", [(5, []), (NEW, ["restore 1"])])
+async def test_a_parent_of_which_an_engine_here_holds_as_much_is_not_restored_beside_it(
+    tmp_path: Path, generation: int, asked: list[str]
+):
+    bench = Bench(tmp_path, n_slots=2)
+    bench.d.sessions.ram_cache("m/0", 10_000)  # which is why the fork gets a slot of its own
+    await bench.turn(2, 0, 900)
+    bench.put(950, 3, generation)
+    await bench.begin(3, session="fork")
+    assert [done for done in bench.engine.asked if "restore" in done] == asked
+    await bench.stop()
+
+
+async def test_a_parents_replica_that_was_too_slow_is_kept_for_its_own_conversation(bench: Bench):
+    parent = bench.put(900, 2, NEW)
+    bench.engine.fault = TimeoutError()
+    await bench.begin(3, session="fork")
+    assert bench.replicas.get(KEY) == parent

@@ -62,7 +62,10 @@ async def until_all_is_as_unmoved(turns: list[Turn], model: Path, folder: Path) 
     assert not wrong, [(turn.text, said[turn.request], turn.log) for turn in wrong]
 
 
-@pytest.mark.parametrize("model, n_sessions, n_switches", [("dense", 2, 6)])
+@pytest.mark.parametrize(
+    "model, n_sessions, n_switches, n_words",
+    [("dense", 2, 6, 150), ("hybrid", 1, 4, 400), ("swa", 1, 4, 400)],
+)
 async def test_sessions_that_change_hosts_are_warm_and_say_what_they_would_say_at_home(
     switcher: Switcher,
     models: dict[str, Path],
@@ -70,9 +73,10 @@ async def test_sessions_that_change_hosts_are_warm_and_say_what_they_would_say_a
     model: str,
     n_sessions: int,
     n_switches: int,
+    n_words: int,
 ):
     sessions = [Session(f"{model} {n}", model, random.Random(n), f"{model} {n}") for n in range(n_sessions)]
-    runs = await asyncio.gather(*(switcher.switched(session, n_switches) for session in sessions))
+    runs = await asyncio.gather(*(switcher.switched(session, n_switches, n_words) for session in sessions))
     turns = [turn for run in runs for turn in run]
     moves = [turn for turn in turns if turn.moved]
     assert len(moves) == n_sessions * n_switches

@@ -238,7 +238,7 @@ def emulated_by(plan: Plan) -> list[str]:
     if plan.speed != 1 or plan.scale != 1:
         said.append(
             f"time and size: all runs {plan.speed:g} x as fast, states are 1/{plan.scale}, the link carries "
-            f"{plan.speed / plan.scale:g} of its rate, so that a state takes its modelled time; "
+            f"{plan.speed / plan.scale:.3g} of its rate, so that a state takes its modelled time; "
             "viiwork's own waits are not scaled"
         )
     return said

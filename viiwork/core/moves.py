@@ -20,7 +20,7 @@ class Turn:
     n_restored: int = 0
     n_held: int = 0  # tokens of its prompt the slot is believed to hold
     is_behind: bool = False  # a peer has a newer state than what was restored
-    is_prefix: bool = True  # what was restored is known to begin the prompt
+    is_prefix: bool = True  # what is there, or was restored, begins the prompt as far as is known
 
 
 def home_of(
@@ -49,10 +49,10 @@ def cause_of(turn: Turn, cached: int) -> str:
     had = turn.n_restored or turn.n_held
     if not had:
         return "no_replica"
-    if cached >= REUSED_SHARE * had:
-        return "replica_behind" if turn.is_behind else "long_prompt"
     if not turn.is_prefix:
         return "diverged"
+    if cached >= REUSED_SHARE * had:
+        return "replica_behind" if turn.is_behind else "long_prompt"
     if not turn.n_restored:
         return "evicted"
     return "no_reuse" if not cached else "diverged"

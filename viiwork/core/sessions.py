@@ -165,8 +165,12 @@ class SessionTable:
         before = self._occupant.get(ref)
         self._replaced.pop(ref, None)
         if before is not None and before != key:
-            if self._bindings[before].tip in links:
+            held = self._bindings[before]
+            if held.tip in links:
                 self._forget_slot(ref)
+                if key is not None and key not in self._bindings:
+                    self._occupant[ref] = key
+                    self._store(key, held)
             else:
                 self._evict(ref)
                 self._replaced[ref] = before

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from viiwork.core.holdings import still_right
 from viiwork.core.moves import Turn, cause_of, home_of
@@ -91,7 +91,9 @@ class Importer:
         binding, replica = self._dispatcher.sessions.get(key), self._replicas.get(key)
         here = binding if binding is not None and binding.ref == ref else None
         if here is not None:
-            turn.n_held = _right(ask, here)
+            turn.n_held, turn.is_prefix = _right(ask, here), _begins(ask, here)
+        elif replica is None:
+            replica = self._of_another(ask)
         if replica is None and not self._fetcher.has_any(key):
             if here is None:
                 turn.cause = "evicted" if self._replicas.was_evicted(key) else "no_replica"
@@ -107,6 +109,15 @@ class Importer:
         if here is not None and not here.n_tokens and not _is_newer(replica, here):
             return  # nobody counted what it holds: it is as good as anything older
         await self._choose(grant, running, here, replica, layout)
+
+    def _of_another(self, ask: Ask) -> Replica | None:
+        """The replica of the conversation this one parted from, unless an engine here has as new a state."""
+        links = ask.chain.links if ask.chain is not None else ()
+        of_model = (replica for replica in self._replicas if replica.key[1] == ask.model)
+        found = (replica for replica in of_model if replica.key[0] == ask.parent or replica.tip in links)
+        best = max(found, key=lambda replica: _right(ask, replica), default=None)
+        here = self._dispatcher.sessions.get(best.key) if best is not None else None
+        return best if here is None or not here.is_here or _is_newer(best, here) else None
 
     async def _still_there(self, here: Binding, key: SessionKey, ref: SlotRef, layout: EngineLayout) -> bool:
         if here.n_tokens < self._min_tokens or self._dispatcher.sessions.is_from_ram(ref, key):
@@ -181,14 +192,16 @@ class Importer:
             turn.cause = turn.cause if turn.n_held else "diverged"
             return
         try:
-            binding = await self._restorer.restore(replica, layout, ref, within_s, useful or 0)
+            # In the slot it is this conversation's, though another one's may have been taken.
+            taken = replace(replica, key=running.key)
+            binding = await self._restorer.restore(taken, layout, ref, within_s, useful or 0)
         except (ViiworkError, OSError, TimeoutError) as error:
             self._failed(grant, running, replica, ref, error)
             return
         running.replica = replica
         turn.home = turn.home or replica.source  # whoever made it may have left
         turn.cause, turn.n_held, turn.n_restored = "", 0, binding.n_tokens
-        turn.is_prefix = ask.chain is None or not replica.tip or replica.tip in ask.chain.links
+        turn.is_prefix = _begins(ask, replica)
 
     def _failed(
         self, grant: Grant, running: _Running, replica: Replica, ref: SlotRef, error: BaseException
@@ -196,7 +209,8 @@ class Importer:
         reason = error.reason if isinstance(error, KvError) else _reason_of(error)
         if reason == "not_held":  # nothing that was kept is of the prompt, and the slot is as it was
             running.turn.cause = running.turn.cause if running.turn.n_held else "diverged"
-            self._forget(replica)
+            if replica.key == running.key:
+                self._forget(replica)
             return
         self._stats.ended(
             Transfer(
@@ -215,7 +229,8 @@ class Importer:
         # Whatever the slot held may be gone: a failed restore empties it.
         self._dispatcher.sessions.emptied(ref)
         # The turn now runs without it; restored later, it would replace the newer state that leaves behind.
-        self._forget(replica)
+        if replica.key == running.key or isinstance(error, KvError):
+            self._forget(replica)
 
     # -- after it ------------------------------------------------------------------------------------
     def turn_ended(self, grant: Grant, outcome: Outcome, binding: Binding | None) -> None:
@@ -296,8 +311,14 @@ class Importer:
 
 
 def _right(ask: Ask, state: Binding | Replica) -> int:
-    """Tokens of the session's state that are a prefix of the prompt."""
-    return still_right(ask, ask.session or "", state.tip, state.n_tokens)
+    """Tokens of the state that are a prefix of the prompt; a replica may be of another session."""
+    session = state.key[0] if isinstance(state, Replica) else ask.session or ""
+    return still_right(ask, session, state.tip, state.n_tokens)
+
+
+def _begins(ask: Ask, state: Binding | Replica) -> bool:
+    """Is nothing known that speaks against all of the state being a prefix of the prompt?"""
+    return ask.chain is None or not state.tip or state.tip in ask.chain.links
 
 
 def _is_newer(replica: Replica | None, here: Binding) -> bool:
