@@ -275,6 +275,9 @@ KV_REPLICA_AGE_S = (
 )
 KV_HANDSHAKE_S = 5.0  # both proofs exchanged within this, or the socket is closed
 KV_SILENCE_S = 8.0  # a peer that moves nothing for this long is gone; a LAN stall is far shorter
+KV_DRAIN_MIN_BYTES = (
+    16 * KIB
+)  # that a link must take of what we sent in KV_SILENCE_S: 2 KB/s carries nothing in time
 KV_JOB_DEADLINE_S = 600.0  # whole transfer: 250 MB at 0.5 MB/s; slower than that a cold prefill wins
 KV_LINGER_S = 2.0  # after a refusal: time for the peer to read the reason before the socket closes
 KV_DISK_RESERVE_BYTES = 64 * MIB  # left free on the replica folder's filesystem, for the engine's own save
@@ -420,6 +423,8 @@ BENCH_SIZE_MAX_BYTES = 64 * GIB  # of a state; the far end's memory holds it twi
 BENCH_SIZE_BYTES = 247 * MIB  # the published study's delta, so that times compare
 BENCH_RUNS = 5  # of each way to send; a median of fewer hides a bad one
 BENCH_RUNS_MAX = 1000  # a larger number is a slip
+BENCH_BUSY_SHARE = 0.2  # of the CPUs with other work: what is measured beside it is said to be
+BENCH_BUSY_LOOK_S = 0.5  # for that to be seen
 BENCH_PATHS_MAX = 8  # paths measured between two hosts; each takes minutes on a slow link
 BENCH_LINE_MAX_BYTES = 128  # of the line that opens a connection, before anything is proven
 BENCH_CONNECTIONS_MAX = 16  # of a listening end, each a socket and at most 1 MiB of buffer
@@ -437,7 +442,7 @@ BENCH_READY_S = 120.0  # for a workload's node to serve and to hear its peer; en
 BENCH_STATUS_S = 10.0  # for a node's status during a workload; a busy machine is slow
 AGENTS_MAX = 256  # sessions of a workload; each holds its own context, about 200 KB of text, in one process
 WORKLOAD_MINUTES_MAX = 1440.0  # of one run; a day is beyond any study
-WORKLOAD_SPEED = 4.0  # two cores carry both nodes, engines and agents of 16 sessions at that
+WORKLOAD_SPEED = 2.0  # beyond it the waits of viiwork that are not scaled weigh more than the link
 WORKLOAD_SCALE = 64  # a state of 32k tokens is 35 MiB then
 WORKLOAD_SPEED_MAX = 50.0  # time made shorter; beyond it steps of an engine are under a millisecond
 WORKLOAD_SCALE_MAX = 256  # a row is 128 bytes then

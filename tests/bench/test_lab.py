@@ -13,7 +13,6 @@ import pytest
 from tests.fakes.bench_ends import ENDS_WITHIN_S, Far, command, env, near
 from viiwork.bench.janitor import Janitor
 from viiwork.bench.lab import SETTINGS
-from viiwork.bench.link import LAB_WAYS
 from viiwork.bench.net import CABLE, PREFIX, SWITCH, LabNet, run, sweep
 from viiwork.bench.results import read_results
 from viiwork.errors import BenchError
@@ -60,7 +59,7 @@ def test_the_lab_measures_the_published_settings_and_says_what_is_emulated(tmp_p
         assert phase.emulated == list(setting.emulated)
         assert phase.link_mbps == setting.mbps
         assert {(run.cache, run.compress, run.encrypt) for run in phase.runs} >= {
-            tuple(way) for way in LAB_WAYS if way.cache == "warm"
+            tuple(way) for way in setting.ways if way.cache == "warm"
         }
     assert "emulated" in out
     assert of_lab(lab.pid) == set()

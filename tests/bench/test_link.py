@@ -174,6 +174,8 @@ def test_a_taken_port_is_told_with_who_holds_it(tmp_path):
         (("--to", "h", "--file", "/nowhere"), "--file: there is no file /nowhere"),
         (("--to", "h", "--dir", "/nowhere"), "--dir: there is no folder /nowhere"),
         (("--to", "h", "--json", "/nowhere/x"), "--json: /nowhere/x cannot be written"),
+        (("--lab", "--model", "x"), "--model goes with --to, or with --workload"),
+        (("--to", "h", "--model", "/nowhere"), "--model: there is no file /nowhere"),
         (("--lab", "--json", "/"), "--json: / cannot be written"),
         (("--to", "h", "--plot", "x.gif"), "--plot: expected a name that ends in"),
         (("--listen", "--workload"), "--workload goes with --lab, or with --to"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ from viiwork.bench.agents import Shape
 from viiwork.bench.figures import Workload, workload_of
 from viiwork.bench.fleet import MODEL, NodeView, Place, fleet
 from viiwork.bench.lab import SETTINGS
+from viiwork.bench.net import PREFIX
 from viiwork.bench.results import Phase
 from viiwork.bench.stats import count_interval
 from viiwork.bench.workload import (
@@ -38,14 +40,14 @@ def work_of(phase: Phase) -> Workload:
 
 def left_behind() -> set[str]:
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in spaces.splitlines() if line.startswith("vwlab")}
+    return {line.split()[0] for line in spaces.splitlines() if line.startswith(f"{PREFIX}{os.getpid()}-")}
 
 
 @pytest.mark.netns
 def test_two_runs_of_a_seed_do_the_same_work_and_nothing_is_left(tmp_path: Path):
-    before, told = left_behind(), list[Told]()
+    told = list[Told]()
     found = [run_lab_workload(QUICK, SETTINGS[:1], tmp_path, told.append) for _ in range(2)]
-    assert left_behind() <= before and list(tmp_path.iterdir()) == []
+    assert left_behind() == set() and list(tmp_path.iterdir()) == []
     (a,), (b,) = ([work_of(phase).runs[0] for phase in phases] for phases in found)
     assert a.turns > 30 and (a.turns, a.compactions) == (b.turns, b.compactions)
     assert not a.failed and not b.failed and a.untold == b.untold == 0

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from tests.node.nodes import free_port
 
-ENDS_WITHIN_S = 120.0
+ENDS_WITHIN_S = 300.0
 SECRET = base64.b64encode(bytes(range(32))).decode()
 OTHER_SECRET = base64.b64encode(bytes(32)).decode()
 

@@ -246,7 +246,7 @@ async def test_a_slow_receiver_slows_the_sender_and_nothing_else(kit: Any, worke
 async def test_an_answer_is_waited_for_while_the_rest_still_leaves_this_machine(
     kit: Any, workers: Any, tmp_path: Path
 ) -> None:
-    """The sender's kernel takes all at once, and needs twice the silence allowed to get rid of it."""
+    """The sender's kernel takes all at once, and needs longer than the silence allowed to get rid of it."""
     path, data = tmp_path / "state.bin", kit.make_save(48, n_layer=8, row=256)
     path.write_bytes(data)
     a, b = await workers("a"), await workers("b")
@@ -259,7 +259,7 @@ async def test_an_answer_is_waited_for_while_the_rest_still_leaves_this_machine(
     loop = asyncio.get_running_loop()
 
     async def slowly() -> None:
-        while piece := await loop.sock_recv(near_mid, len(data) // 40):
+        while piece := await loop.sock_recv(near_mid, len(data) // 60):
             await loop.sock_sendall(far_mid, piece)
             await asyncio.sleep(0.1)
 
@@ -270,7 +270,7 @@ async def test_an_answer_is_waited_for_while_the_rest_still_leaves_this_machine(
     pumps = [asyncio.create_task(slowly()), asyncio.create_task(back())]
     try:
         done = await asyncio.gather(
-            a.send(near, kit.send_job(path, silence_s=2.0)), b.receive(far, kit.grant_for(data))
+            a.send(near, kit.send_job(path, silence_s=4.0)), b.receive(far, kit.grant_for(data))
         )
     finally:
         for pump in pumps:
@@ -278,7 +278,7 @@ async def test_an_answer_is_waited_for_while_the_rest_still_leaves_this_machine(
         await asyncio.gather(*pumps, return_exceptions=True)
         near_mid.close()
         far_mid.close()
-    assert done[0].stages.wait_s > 2.0
+    assert done[0].stages.wait_s > 4.0
 
 
 @pytest.mark.parametrize("victim", ["sender", "receiver"])

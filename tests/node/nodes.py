@@ -30,6 +30,12 @@ def free_port(host: str) -> int:
                 return port
 
 
+def is_tested(status: dict[str, Any]) -> bool:
+    """Is it known of every model what its moved states are good for?"""
+    models = status["kv_share"]["models"].values()
+    return bool(models) and all(found["verdict"] == "portable" for found in models)
+
+
 def model_entry(
     name: str, path: Path | str, *, context: int = 1024, parallel: int = 2, binary: str = "embedded"
 ) -> str:

@@ -11,9 +11,10 @@ import pytest
 
 from viiwork.core.holdings import Holding
 from viiwork.core.turn import Grant, Outcome, Usage
+from viiwork.core.ways import Way
 from viiwork.errors import MeshError
 
-from .importing import KEY, LINKS, MODEL, SESSION, Bench, until
+from .importing import KEY, LINKS, MODEL, SESSION, TOKEN_BYTES, Bench, until
 
 NEW = 10**15
 
@@ -125,6 +126,31 @@ async def test_a_pull_is_given_up_when_reading_would_have_been_as_quick(bench: B
     end(bench, grant, 0, 40)
     assert bench.fetcher.as_json()["failed"] == {"too_slow": 1}
     assert not bench.arrivals._waiting, "whoever gave up is not kept"
+
+
+async def test_a_wait_and_the_import_after_it_may_take_what_reading_would(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    limits: list[float] = []
+
+    async def fetch(way: Way, *more: Any) -> str:
+        limits.append(more[-1])
+        return "replica_behind"
+
+    monkeypatch.setattr(bench.fetcher, "fetch", fetch)
+    bench.peer_holds("b", holding(1000, 2))
+    end(bench, await bench.begin(3), 0, 1050)
+    reading_s = 1000 * 0.01
+    assert limits == [pytest.approx(reading_s - bench.restorer.costs.seconds(MODEL, 1000 * TOKEN_BYTES))]
+
+
+async def test_a_state_no_newer_than_what_is_here_is_not_asked_for(bench: Bench):
+    await bench.turn(2, 0, 600)
+    here = bench.d.sessions.get(KEY)
+    assert here is not None
+    bench.peer_holds("b", holding(10_000, 2, here.generation))
+    end(bench, await bench.begin(3), 600, 650)
+    assert bench.peer.asked == []
 
 
 async def test_the_tail_of_a_transfer_that_runs_is_waited_for(bench: Bench):

@@ -151,6 +151,21 @@ async def test_a_state_goes_to_no_address_that_forbids_it(bench: Bench):
         await bench.pusher.push_now(KEY, FIRST, "pull")
 
 
+async def test_states_whose_peers_all_rest_after_a_failure_go_there_when_they_have_rested(
+    bench: Bench, monkeypatch
+):
+    monkeypatch.setattr("viiwork.core.push_targets.KV_PEER_BACKOFF_S", 0.3)
+    monkeypatch.setattr("viiwork.core.manners.KV_DEBOUNCE_S", 0.0)
+    bench.sends.fails = {FIRST: "link_lost", SECOND: "link_lost"}
+    failed = await bench.turn()
+    await until(lambda: len(bench.sends.to) == 2)
+    bench.sends.fails.clear()
+    came_then = await bench.turn("other")
+    await bench.quiet()
+    assert {generation for _, generation in bench.sends.to[2:]} == {failed, came_then}
+    assert bench.stats.sent.skipped["no_peer"] == 0
+
+
 @pytest.mark.parametrize("reason", ["worker_died", "bad_file", "have_newer", "superseded"])
 async def test_what_says_nothing_against_a_peer_does_not_set_it_back(bench: Bench, reason: str):
     bench.sends.fails[FIRST] = reason

@@ -161,6 +161,7 @@ async def test_a_transfer_whose_other_end_falls_silent_is_given_up_and_its_rest_
             limit(lan, "1gbit")
             await until_all_see_all(http, [a, b])
             await until_sharing(http, a, b)
+            await a.until_sees(http, "m", 2)
             messages.append({"role": "user", "content": "Go on."})
             await turn(http, a, messages, session)
             done = kv(await a.until(http, "sure it is there", lambda s: kv(s)["sent"]["done"], PATIENCE_S))
@@ -225,6 +226,8 @@ async def test_while_a_third_of_all_packets_is_lost_turns_run_and_nobody_is_call
                 assert (await turn(http, node, messages, session))["node"] == node.name
                 await asyncio.sleep(1)
             loss = 0.0
+            for node in nodes:
+                await node.until_sees(http, "m", 2)
             messages.append({"role": "user", "content": "At last."})
             done = kv(await b.status(http))["received"]["done"]
             await turn(http, a, messages, session)

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from .fleet import ask, asking, chat_model, question, running, until_busy
-from .nodes import NodeProcess, alive, model_entry
+from .nodes import NodeProcess, alive, is_tested, model_entry
 from .test_two_nodes import chat
 
 NO_KV = "kv_share: {enabled: false}"
@@ -176,7 +176,5 @@ async def test_a_real_engine_is_parked_in_the_middle_of_a_stream_and_started_aga
         assert (await post(http, a, "up", {}))[0] == 200
         await a.until_healthy(http)
         assert (await chat(http, a, hi, "s1"))["node"] == "a"
-        await a.until(
-            http, "known to kv_share", lambda s: "kv_share" in s and not s["kv_share"].get("not_portable")
-        )
+        await a.until(http, "known to kv_share", is_tested)
         await a.until_idle(http)

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from .fleet import ask, asking, chat_model, question, running, until_busy
-from .nodes import NodeProcess, alive, model_entry
+from .nodes import NodeProcess, alive, is_tested, model_entry
 from .test_two_nodes import chat
 
 NO_KV = "kv_share: {enabled: false}"
@@ -186,7 +186,7 @@ async def test_a_real_engine_is_replaced_by_one_with_more_slots(
         changed = await a.until(http, "changed", lambda s: s["models"][0]["slots"] == 2)
         assert changed["models"][0]["ctx"] == 256
         assert (await chat(http, a, hi, "s1"))["node"] == "a"
-        await a.until(http, "known to kv_share", lambda s: not s["kv_share"].get("not_portable"))
+        await a.until(http, "known to kv_share", is_tested)
         report = await a.get(http, "/v1/capacity")
         assert report["models"][0]["kv"]["n_ctx"] == 256
         await a.until_idle(http)

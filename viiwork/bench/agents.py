@@ -43,7 +43,7 @@ class Shape:
     result_most: int = 1600
     answer_tokens: float = 200.0
     answer_most: int = 600
-    think_s: float = 20.0  # the tool runs, or the agent's user reads
+    think_s: float = 16.0  # the tool runs, or the agent's user reads
     think_most_s: float = 120.0
     begin_s: float = 120.0  # within which sessions begin, one here and one there
     compact_tokens: int = 48_000  # where a session begins anew

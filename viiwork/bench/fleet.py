@@ -25,6 +25,8 @@ from viiwork.limits import BENCH_READY_S, BENCH_STATUS_S
 
 MODEL = "bench"
 API_PORT, MESH_PORT = 8086, 7946
+# Of the modelled host, for sessions without a slot; llama.cpp's own 8 GiB hold three of them.
+RAM_MIB = 65_536
 _CLONE_NEWNET = 0x40000000
 _STOP_S = 20.0
 _LOG_SHOWN = 600  # characters of a node's log in an error
@@ -126,8 +128,9 @@ def _config(place: Place, places: Sequence[Place], engines: Engines, folder: Pat
         weights = folder / "paced.gguf"
         if not weights.exists():
             weights.write_bytes(_gguf())
-        args = arguments(engines.pace)
-        model = f"path: {weights}, args: {args}, llamacpp: {{binary: {program}}}".replace("'", '"')
+        args = ", ".join(f'"{arg}"' for arg in arguments(engines.pace))
+        options = f"{{binary: {program}, cache_ram_mib: {RAM_MIB}}}"
+        model = f"path: {weights}, args: [{args}], llamacpp: {options}"
     else:
         threads = max(1, (os.cpu_count() or 1) // len(places))  # all of them are on this machine
         model = f"path: {engines.model}, llamacpp: {{threads: {threads}}}"

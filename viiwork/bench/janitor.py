@@ -18,6 +18,7 @@ from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
 _KILL_WITHIN_S = 5.0
+_LOOK_S = 0.3
 
 
 class Janitor:
@@ -45,6 +46,8 @@ class Janitor:
         """Undo everything now, and wait for it."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
+            self._note("done", "")  # our own processes have ended
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
             self._process.wait(ENDS_WITHIN_S)
@@ -67,8 +70,32 @@ def remove_namespace(name: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > until:
             break
-        time.sleep(0.02)
+        time.sleep(_LOOK_S / 10)
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def keep_removing(names: list[str]) -> None:
+    """Remove folders, and for a while end whatever was started on them: a process that was being started when
+    its parent was killed shows its own command line, and makes its folder, only later.
+    """
+    until = time.monotonic() + _KILL_WITHIN_S
+    while time.monotonic() < until:
+        for name in names:
+            for pid in _pids_naming(name):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(name, ignore_errors=True)
+        time.sleep(_LOOK_S)
+
+
+def _pids_naming(folder: str) -> list[int]:
+    """Processes with the folder, whose name is like no other, on their command line; none without /proc."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.fsencode(folder) in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 def _pids_in(name: str) -> list[int]:
@@ -87,6 +114,8 @@ def main() -> int:
     for what, name in owed:
         if what == "folder":
             shutil.rmtree(name, ignore_errors=True)
+    if ["done", ""] not in owed:
+        keep_removing([name for what, name in owed if what == "folder"])
     return 0
 
 

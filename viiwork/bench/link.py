@@ -65,7 +65,8 @@ class Way(NamedTuple):
 
 
 PLAIN = Way("warm", "off", "off")
-LAB_WAYS = (PLAIN, Way("cold", "off", "off"), Way("warm", "on", "off"), Way("warm", "off", "on"))
+COMPRESSED = Way("warm", "on", "off")
+LAB_WAYS = (PLAIN, Way("cold", "off", "off"), COMPRESSED, Way("warm", "off", "on"))
 ALL_WAYS = (*LAB_WAYS, Way("warm", "on", "on"), Way("warm", "auto", "auto"))
 
 

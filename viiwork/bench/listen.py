@@ -101,7 +101,7 @@ class Listener:
         self._keys, self._is_secured, self._once, self._said = keys, is_secured, once, said
         self._root = folder if folder is not None else memory_folder()
         self._run: _Run | None = None
-        self._came, self._done = asyncio.Event(), asyncio.Event()  # the first host
+        self._came, self._done = asyncio.Event(), asyncio.Event()  # a host, and it is done
         self._connections: set[asyncio.Task[None]] = set()
         self._janitor = Janitor()
 
@@ -126,9 +126,10 @@ class Listener:
         if self._once:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._came.wait(), BENCH_AWAITED_S)
-            if not self._came.is_set():
-                return
-        await self._done.wait()
+            if self._came.is_set():
+                await self._done.wait()
+            return
+        await asyncio.Event().wait()  # until it is cancelled
 
     async def _accept(self, loop: asyncio.AbstractEventLoop, server: socket.socket) -> None:
         while True:
@@ -182,12 +183,14 @@ class Listener:
     # -- the control connection
     async def _control(self, sock: socket.socket, remote: str) -> None:
         _keep_alive(sock)
-        folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir=self._root))
-        self._janitor.owes_folder(folder)
-        run = self._run = _Run(secrets.token_hex(TOKEN_BYTES), folder)
+        run: _Run | None = None
         try:
             talk = await Talk.respond(sock, self._keys)
-            self._came.set()
+            if self._run is not None:  # another one proved itself meanwhile
+                await talk.next_question()
+                await talk.answer(No(message="it is measuring with another host; try again later"))
+                return
+            run = self._run = self._new_run()
             self._said(f"measuring with {remote}")
             while (question := await talk.next_question()) is not None:
                 await talk.answer(await self._answer(run, question))
@@ -198,9 +201,14 @@ class Listener:
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             self._said(f"lost {remote}: {one_line(str(error) or 'no answer in time')}")
         finally:
-            await self._end(run)
-            if self._once and self._came.is_set():
-                self._done.set()
+            if run is not None:
+                await self._end(run)
+
+    def _new_run(self) -> _Run:
+        folder = Path(tempfile.mkdtemp(prefix="viiwork-bench-", dir=self._root))
+        self._janitor.owes_folder(folder)
+        self._came.set()
+        return _Run(secrets.token_hex(TOKEN_BYTES), folder)
 
     async def _answer(self, run: _Run, question: Question) -> Answer:
         try:
@@ -280,6 +288,7 @@ class Listener:
         if run.worker is not None:
             await run.worker.stop()
         shutil.rmtree(run.folder, ignore_errors=True)
+        self._done.set()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

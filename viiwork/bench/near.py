@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from viiwork.bench.link import LAB_WAYS, LinkBench, Target
+from viiwork.bench.link import LinkBench, Target, Way
 from viiwork.bench.results import Phase
 from viiwork.bench.states import BenchState
 from viiwork.core.paths import Path as LinkPath
@@ -30,6 +30,7 @@ class Errand(msgspec.Struct, frozen=True, kw_only=True):
     base: str | None
     held: int
     runs: int
+    ways: tuple[Way, ...]
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -58,7 +59,9 @@ async def _measure(errand: Errand) -> Phase:
     state = BenchState(Path(errand.state), Path(errand.base) if errand.base else None, errand.held)
     async with LinkBench(Target(errand.addr, errand.port, errand.key), state, _Lines()) as bench:
         path = LinkPath(errand.addr, is_mesh=True)
-        return await bench.measure(path, LAB_WAYS, errand.runs, name=errand.name, link_mbps=errand.link_mbps)
+        return await bench.measure(
+            path, errand.ways, errand.runs, name=errand.name, link_mbps=errand.link_mbps
+        )
 
 
 def main() -> int:

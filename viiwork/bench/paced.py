@@ -304,9 +304,12 @@ class PacedServer:
         if (refusal := self._refusal(task)) is not None:
             return refusal
         await self._finished(task)
+        content = "".join(task.answer[: task.n_made])
+        more = {"tokens": tokens_of(content).tolist()} if body.get("return_tokens") else {}
         return web.json_response(
-            {
-                "content": "".join(task.answer[: task.n_made]),
+            more
+            | {
+                "content": content,
                 "id_slot": task.slot.id if task.slot else -1,
                 "stop": True,
                 "tokens_cached": task.n_cached + task.n_read + max(task.n_made - 1, 0),

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from viiwork.bench.lab import SETTINGS
 from viiwork.bench.results import Phase, Results, Run
-from viiwork.limits import BENCH_SIZE_BYTES, MIB
+from viiwork.limits import BENCH_BUSY_SHARE, BENCH_SIZE_BYTES, MIB
 
 _PUBLISHED_S = {setting.name: setting.published_s for setting in SETTINGS}
 _STAGES = (
@@ -33,6 +33,11 @@ def table_of(results: Results) -> RenderableType:
     """Times and rates of each way to send over each path, where the time went, and what is to be known."""
     parts: list[RenderableType] = [_rates(results), _stages(results.phases)]
     parts += [Text(line) for phase in results.phases for line in _notes(phase)]
+    busy = results.settings.get("busy_share", 0.0)
+    if busy > BENCH_BUSY_SHARE:
+        parts.append(
+            Text(f"other work kept {busy:.0%} of the CPUs busy before the run: rates may be too low")
+        )
     return Group(*parts)
 
 

@@ -29,7 +29,7 @@ CONTEXT, SLOTS = 65_536, 4
 PREFILL_PER_S, DECODE_PER_S, SAVE_BYTES_PER_S = 2500.0, 45.0, 4e9
 SAMPLE_S = 1.0
 # Before it counts: prompts are read for the first time then, and each state goes over the link as a whole.
-WARM_UP_S = 360.0
+WARM_UP_S = 240.0
 _NAME_SHOWN_CHARS = 64
 _SETTLE_S = 2.0  # after the last turn: its state is still on its way
 # The study's warm shares, by the number of the lab's setting.
@@ -238,7 +238,7 @@ def emulated_by(plan: Plan) -> list[str]:
     if plan.speed != 1 or plan.scale != 1:
         said.append(
             f"time and size: all runs {plan.speed:g} x as fast, states are 1/{plan.scale}, the link carries "
-            f"{plan.speed / plan.scale:g} of its rate, so that a state takes its modelled time; "
+            f"{plan.speed / plan.scale:.3g} of its rate, so that a state takes its modelled time; "
             "viiwork's own waits are not scaled"
         )
     return said

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import NoReturn
 
@@ -116,11 +117,12 @@ def run(args: argparse.Namespace) -> int:
         return bench_kvshare.lab(args)
     keys = secrets_of(args, os.environ)
     try:
-        if args.listen:
-            return asyncio.run(bench_kvshare.listen(args, keys))
-        return asyncio.run(bench_kvshare.link(args, keys))
+        end = bench_kvshare.listen if args.listen else bench_kvshare.link
+        return asyncio.run(_until_term(end(args, keys)))
     except KeyboardInterrupt:
         return 0 if args.listen else 130
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
 
 
 def _workload(args: argparse.Namespace) -> int:
@@ -132,6 +134,14 @@ def _workload(args: argparse.Namespace) -> int:
         return bench_workload.lab(args) if args.lab else asyncio.run(bench_workload.at_nodes(args))
     except KeyboardInterrupt:
         return 130
+
+
+async def _until_term(work: Coroutine[None, None, int]) -> int:
+    """SIGTERM cancels the work: an exception out of the blue would leave half-started processes."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
 
 
 def _on_term(_signal: int, _frame: object) -> NoReturn:

@@ -12,6 +12,8 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from viiwork.api.bench import BENCH_PATH
 from viiwork.bench.engine import BenchEngine
 from viiwork.bench.janitor import Janitor
@@ -27,7 +29,7 @@ from viiwork.cli.bench_output import check_outputs, put_out
 from viiwork.cli.control import ControlClient
 from viiwork.config.model import ApiSection
 from viiwork.errors import BenchError, NobodyListens, NodeRefused, NodeUnreachable, UsageError
-from viiwork.limits import BENCH_PORT, BENCH_START_S
+from viiwork.limits import BENCH_BUSY_LOOK_S, BENCH_PORT, BENCH_START_S
 from viiwork.version import VERSION
 from viiwork.wire.channel import mesh_key
 
@@ -59,6 +61,7 @@ async def link(args: argparse.Namespace, secrets: tuple[bytes, ...]) -> int:
     """Measure every path to the other end."""
     _check_files(args)
     started, (host, said) = time.time(), args.to
+    busy = await asyncio.to_thread(_busy_share)
     addr, key = await resolve(host, said or BENCH_PORT), mesh_key(secrets[0] if secrets else b"")
     phases: list[Phase] = []
     with BenchProgress() as progress:
@@ -74,7 +77,7 @@ async def link(args: argparse.Namespace, secrets: tuple[bytes, ...]) -> int:
                     phases.append(await bench.measure(path, ALL_WAYS, args.runs))
         finally:
             await asyncio.to_thread(janitor.close)
-    settings = {"to": f"{host}:{port}", "secret": bool(secrets), "far": bench.far.host}
+    settings = {"to": f"{host}:{port}", "secret": bool(secrets), "far": bench.far.host, "busy_share": busy}
     _report(args, "link", started, settings, phases)
     return 0
 
@@ -106,7 +109,7 @@ def lab(args: argparse.Namespace) -> int:
     if args.overlay:
         check_overlay()
     _check_files(args)
-    started = time.time()
+    started, busy = time.time(), _busy_share()
     with BenchProgress() as progress:
         phases = run_lab(
             size_bytes=args.size,
@@ -116,7 +119,7 @@ def lab(args: argparse.Namespace) -> int:
             overlay=args.overlay,
             progress=progress,
         )
-    _report(args, "lab", started, {"overlay": args.overlay}, phases)
+    _report(args, "lab", started, {"overlay": args.overlay, "busy_share": busy}, phases)
     return 0
 
 
@@ -172,6 +175,11 @@ def _cancel_at_end(serving: asyncio.Task[None]) -> None:
     if not os.read(0, 4096):
         asyncio.get_running_loop().remove_reader(0)
         serving.cancel()
+
+
+def _busy_share() -> float:
+    """Of this machine's CPUs, by other work."""
+    return psutil.cpu_percent(BENCH_BUSY_LOOK_S) / 100
 
 
 def _say(line: str) -> None:

@@ -34,9 +34,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--minutes",
         type=_number(WORKLOAD_MINUTES_MAX),
-        default=2.0,
+        default=3.0,
         metavar="M",
-        help="of each run, beside the time in which all begins (default: 2; the published study ran 90)",
+        help="of each run, beside the time in which all begins (default: 3; the published study ran 90)",
     )
     group.add_argument("--seed", type=_seed, default=1, metavar="N", help="of all agents (default: 1)")
     group.add_argument(
@@ -56,7 +56,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="GGUF|NAME",
-        help="with --lab: a real engine with this model file; with --to: which of the nodes' models",
+        help="in the lab: a real engine with this model file; between nodes: which of their models; without "
+        "--workload: a real engine of this host makes the state, and imports it",
     )
     group.add_argument(
         "--context", type=_context, default=None, metavar="TOKENS", help="of a slot (default: 65536)"

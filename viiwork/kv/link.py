@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from viiwork.errors import ChannelError, KvError, SaveFileError
 from viiwork.kv.jobs import ReceiveGrant, SendJob
-from viiwork.limits import KV_HANDSHAKE_S
+from viiwork.limits import KV_DRAIN_MIN_BYTES, KV_HANDSHAKE_S
 from viiwork.native.mover import recv_exact, send_all, send_ranges
 from viiwork.wire.channel import (
     HEADER_BYTES,
@@ -197,7 +197,7 @@ class Link:
         left = self._unacknowledged()
         while left and not self._poll.poll(self._silence_ms):
             before, left = left, self._unacknowledged()
-            if left == before or time.monotonic() > self._deadline:
+            if before - left < KV_DRAIN_MIN_BYTES or time.monotonic() > self._deadline:
                 return  # for the receive to say so
 
     def _unacknowledged(self) -> int:
