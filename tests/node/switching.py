@@ -21,6 +21,7 @@ Judgement = Literal["same", "tie", "wrong"]
 
 COMMIT_S = 60.0  # only a broken push takes this long
 NO_COMMIT_S = 5.0  # for a state that perhaps nobody is sent: of a conversation without a key
+TURN_S = 300.0  # only a turn that hangs takes this long
 POLL_S = 0.02
 SEED = 1
 # How far apart an unmoved engine says the log-probability of a token, reading the prompt in other batches:
@@ -162,12 +163,14 @@ class Switcher:
         body |= {"temperature": 0, "seed": SEED, "logprobs": True, "top_logprobs": 2}
         headers = {"X-Session-Id": session.key} if session.key else {}
         url = f"{self.nodes[entry].api}/v1/chat/completions?host={host or 'mesh'}"
-        async with self.http.post(url, json=body, headers=headers) as response:
-            answer = await response.json()
-            assert response.status == 200, (response.status, answer, session.name)
-            ran = response.headers["X-Viiwork-Node"]
-            assert host in ("", ran)
-            request = response.headers["X-Viiwork-Request"]
+        async with asyncio.timeout(TURN_S):
+            status = 429
+            while status == 429:  # the host is full: the client tries again, as it was told
+                async with self.http.post(url, json=body, headers=headers) as response:
+                    status, answer = response.status, await response.json()
+        assert status == 200, (status, answer, session.name)
+        ran, request = response.headers["X-Viiwork-Node"], response.headers["X-Viiwork-Request"]
+        assert host in ("", ran)
         choice, usage = answer["choices"][0], answer["usage"]
         done = Turn(
             session.name,
