@@ -333,7 +333,7 @@ KV_STALL_WINDOW_S = (
 )
 KV_DEBOUNCE_S = 2.0  # between two saves of a slot, for quick turns follow each other within it
 KV_DEBOUNCE_TOKENS = 256  # new rows that are not waited with: reading them anew takes a second or more
-KV_RECURRENT_AT_ONCE_BYTES_PER_S = 250e6  # 2 Gb/s: 150 MiB in 0.6 s; on slower links when at rest
+KV_RECURRENT_AT_ONCE_S = 0.7  # 150 MiB at 2 Gb/s; a recurrent part that takes longer waits for rest
 KV_PUT_OFF_S = 0.1  # until the next look whether requests still wait where a save is to begin
 KV_PUSH_TRIES = 5  # of one generation while every peer fails; by their back-off that is about half a minute
 KV_PEER_BACKOFF_S = 1.0  # a peer that a state could not be brought to rests, twice as long each time

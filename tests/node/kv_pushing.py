@@ -85,8 +85,8 @@ class Sends:
             await sending.end
         return SimpleNamespace(generation=saved.binding.generation, node=member.name)
 
-    def is_slow(self, member: Member) -> bool:
-        return member.name in self.slow
+    def is_slow(self, member: Member, n_bytes: int) -> bool:
+        return member.name in self.slow and n_bytes > 0
 
     def not_sent(self, key: SessionKey, error: BaseException, peer: str = "") -> None:
         self.failed.append(error.reason if isinstance(error, KvError) else type(error).__name__)

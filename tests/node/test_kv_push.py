@@ -6,6 +6,8 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from viiwork.core.replicas import Replica
 from viiwork.core.sessions import Binding
 from viiwork.core.turn import Ask, Outcome
 from viiwork.errors import KvError
-from viiwork.limits import KV_FULL_LONG_S, KV_PUSH_TRIES
+from viiwork.limits import KV_FULL_LONG_S, KV_PUSH_TRIES, MIB
+from viiwork.node.kv_send import Sender
 from viiwork.wire.replica import Mark
 
 from .kv_pushing import KEY, ORDER, Bench, until
@@ -270,8 +273,19 @@ async def test_an_engine_that_was_stopped_too_long_is_left_alone_until_somebody_
     assert len(bench.engine.saved) == 1
 
 
+@pytest.mark.parametrize(
+    "mib, mbit_per_s, is_slow",
+    [(150, 1000, True), (150, 3200, False), (2, 1000, False), (2, 15, True)],
+)
+def test_a_link_is_slow_for_a_recurrent_part_by_the_time_that_takes(mib, mbit_per_s, is_slow):
+    paths: Any = SimpleNamespace(bytes_per_s=lambda member: mbit_per_s * 125_000)
+    nothing: Any = None
+    sender = Sender(nothing, nothing, nothing, paths, nothing)
+    assert sender.is_slow(nothing, mib * MIB) == is_slow
+
+
 async def test_a_recurrent_state_goes_over_a_slow_link_when_the_session_rests(bench: Bench):
-    bench.layout.shape.recurrent = object()
+    bench.layout.shape.recurrent = SimpleNamespace(n_bytes=1)
     await bench.turn()
     await bench.quiet()
     assert len(bench.sends.all) == 1 and not bench.manners.as_json(0.0)["put_off"]

@@ -289,10 +289,11 @@ class Pusher:
 
     def _rest_s(self, push: _Push, layout: EngineLayout, missing: Sequence[Member]) -> float:
         """The same for a state with a recurrent part, which slow links carry only when the session rests."""
-        if push.urgent.is_set() or layout.shape.recurrent is None:
+        recurrent = layout.shape.recurrent
+        if push.urgent.is_set() or recurrent is None:
             return 0.0
         rest_s = push.turn_at + KV_DEBOUNCE_S - time.monotonic()
-        if rest_s <= 0 or not any(self._sender.is_slow(member) for member in missing):
+        if rest_s <= 0 or not any(self._sender.is_slow(member, recurrent.n_bytes) for member in missing):
             return 0.0
         self._put_off(push, "rest")
         return rest_s

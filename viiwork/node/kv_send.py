@@ -14,7 +14,7 @@ from viiwork.core.slot_states import Kept
 from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import SendDone, SendJob, StateFile
-from viiwork.limits import KV_RECURRENT_AT_ONCE_BYTES_PER_S
+from viiwork.limits import KV_RECURRENT_AT_ONCE_S
 from viiwork.mesh.values import Member
 from viiwork.node.kv_paths import KvPaths
 from viiwork.node.kv_route import send_over
@@ -64,9 +64,9 @@ class Sender:
         self._paths = paths
         self._stats = stats
 
-    def is_slow(self, member: Member) -> bool:
-        """Would a state with a recurrent part, all of it new after each turn, keep the link busy for long?"""
-        return self._paths.bytes_per_s(member) < KV_RECURRENT_AT_ONCE_BYTES_PER_S
+    def is_slow(self, member: Member, n_bytes: int) -> bool:
+        """Would a recurrent part of so many bytes, all new after each turn, keep the link busy for long?"""
+        return n_bytes > self._paths.bytes_per_s(member) * KV_RECURRENT_AT_ONCE_S
 
     async def send(self, saved: Saved, member: Member, why: str, stages_s: dict[str, float]) -> SendDone:
         """`stages_s`: how long it took before. Raises `KvError`, `ChannelRefused`."""

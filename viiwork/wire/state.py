@@ -51,6 +51,10 @@ class RecurrentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     n_layer: int
     rows: tuple[Plane, ...]
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(plane.row_bytes for plane in self.rows)
+
 
 class StateShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What two engines must have in common to exchange a state; equal shapes render into each other.
