@@ -121,7 +121,7 @@ class SessionTable:
             others = [ref for ref in free if ref.backend == proven.backend and ref != proven]
             if proven.backend not in self._ram or not others:
                 return proven
-            free = others  # the engine copies idle slots to RAM, so both conversations stay warm
+            free = others  # the parent stays warm; on its slot the fork would leave it nowhere
         best: SlotRef | None = None
         least = 0.0
         for ref in free:
