@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from viiwork.cli import control, demo_story, serve
+from viiwork.cli import bench_kvshare, bench_workload, control, demo_story, serve
 from viiwork.cli.main import build_parser, main
-from viiwork.errors import EngineError, MeshError
+from viiwork.errors import BenchError, EngineError, MeshError
 from viiwork.node import node
 
 from .conftest import fuzzed
@@ -118,8 +118,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(demo_story, "ensure_demo_model", lambda: tmp_path / "empty")
     monkeypatch.setattr(demo_story, "start", _no_start)
     monkeypatch.setattr(socket, "create_connection", _loopback_only(socket.create_connection))
+    for begins in ("bound_socket", "resolve", "run_lab"):
+        monkeypatch.setattr(bench_kvshare, begins, _no_bench)
+    for begins in ("shared_model", "run_lab_workload"):
+        monkeypatch.setattr(bench_workload, begins, _no_bench)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # `serve` holds SIGHUP back
+    on_term = signal.getsignal(signal.SIGTERM)  # `bench` has its own way to end
     yield tmp_path
+    signal.signal(signal.SIGTERM, on_term)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -129,6 +135,10 @@ async def _no_node(self: node.Node) -> int:
 
 def _no_start(started: Any) -> None:
     raise EngineError("no node is started while fuzzing")
+
+
+def _no_bench(*args: Any, **kwargs: Any) -> None:
+    raise BenchError("nothing is measured while fuzzing")
 
 
 def _loopback_only(connect: Any) -> Any:
