@@ -76,7 +76,10 @@ def test_a_node_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
     config.write_text(f"api: {{host: 127.0.0.1, port: {port}}}\n")
     words = ("kvshare", "--to", f"127.0.0.1:{port}", "--workload", "--config", str(config))
     code, _, line = run(capsys, *words)
-    assert code == 1 and f"here (http://127.0.0.1:{port}) does not answer" in line
+    assert (
+        code == 1
+        and f"here (http://127.0.0.1:{port}) does not answer: 127.0.0.1:{port}: Connection refused" in line
+    )
 
 
 def test_two_results_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path):

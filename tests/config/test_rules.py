@@ -49,7 +49,14 @@ from viiwork.errors import ConfigError
         ),
         ("kv_share:\n  min_tokens: 0\n", "2: kv_share.min_tokens: expected a whole number from 1 to"),
         ("kv_share:\n  dir: kv\n", "2: kv_share.dir: expected an absolute path, got kv"),
-        ("kv_share:\n  direct: [10.9.0.1/24]\n", "2: kv_share.direct[0]: expected an address or a range"),
+        (
+            "kv_share:\n  direct: [10.9.0.1/24]\n",
+            "2: kv_share.direct[0]: expected 10.9.0.0/24 or one address, got 10.9.0.1/24",
+        ),
+        (
+            "kv_share:\n  plain: [cable]\n",
+            "2: kv_share.plain[0]: expected an address or a range such as 10.9",
+        ),
     ],
 )
 def test_a_value_out_of_its_rule_is_refused(refusal, text: str, said: str):

@@ -89,6 +89,12 @@ def test_unproven_claims_are_logged_once_a_minute_and_not_for_every_invented_nam
     assert len(caplog.records) == CLAIM_LOG_MAX
 
 
+def test_a_request_that_names_no_sender_is_logged_as_nobodys(make_member, caplog):
+    with pytest.raises(Unauthorized):
+        origins(make_member, (KEY,)).sent_by(*ASK[:2], {}, ASK[2], "127.0.0.1")
+    assert "request of nobody at 127.0.0.1 refused" in caplog.text
+
+
 def test_requests_only_nodes_may_send_need_a_proof(make_member):
     method, path, body = ASK
     secured, signed = origins(make_member, (KEY,)), PeerClient("a", (KEY,)).sign(*ASK)

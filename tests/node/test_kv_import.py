@@ -165,6 +165,13 @@ async def test_a_move_back_to_an_old_state_of_its_own_is_behind(bench: Bench):
     assert set(bench.stats.not_warm_causes) <= {"long_prompt", "replica_behind"}
 
 
+async def test_a_state_that_arrives_during_the_turn_tells_where_the_session_came_from(bench: Bench):
+    grant = await bench.begin(3)
+    bench.put(900, 2, 5)
+    bench.d.finish(grant, Outcome("done", 200, usage=Usage(0, 920, 1)))
+    assert bench.stats.moves == {"cold": 1} and bench.stats.not_warm_causes == {"no_replica": 1}
+
+
 async def test_turns_that_stay_are_no_moves(bench: Bench):
     await bench.turn(1, 0, 500)
     await bench.turn(3, 500, 600)

@@ -66,7 +66,7 @@ async def test_a_state_takes_the_fast_cable_and_not_the_slow_network_of_the_mesh
             assert sent_bytes(lan.names[0], "eth0") - before < MIB
             await b.until_received(1)
             (cable_path,) = [p for p in (await a.links())[0]["paths"] if p["addr"] == "10.79.2.2"]
-            assert cable_path["how"] == "measured over 1 transfers"
+            assert cable_path["how"] == "measured over 1 transfer"
 
 
 async def test_a_transfer_whose_cable_is_cut_goes_on_over_the_mesh(tmp_path: Path):

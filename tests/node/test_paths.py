@@ -121,6 +121,12 @@ def test_with_kv_share_off_no_folder_is_made_and_an_earlier_runs_is_removed(tmp_
     folders.close()
 
 
+def test_a_kv_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateDirError, match=r"kv_share\.dir.*file/viiwork-"):
+        open_folders(config(tmp_path, dir=str(tmp_path / "file")))
+
+
 def test_a_state_dir_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StateDirError, match=r"node\.state_dir"):

@@ -54,7 +54,10 @@ def test_only_true_asks_for_a_stream(value, stream):
 def test_the_wish_to_keep_state_on_the_node_is_heard_in_any_spelling():
     assert peek(CHAT, {}, b'{"model":"m"}').kv_share
     assert not peek(CHAT, {"X-Viiwork-Kv-Share": " OFF "}, b'{"model":"m"}').kv_share
-    assert peek(CHAT, {"X-Viiwork-Kv-Share": "on"}, b'{"model":"m"}').kv_share
+    for word in ("no", "false", "0", "of", "off, off"):
+        assert not peek(CHAT, {"X-Viiwork-Kv-Share": word}, b'{"model":"m"}').kv_share
+    for word in ("on", "True", "auto", ""):
+        assert peek(CHAT, {"X-Viiwork-Kv-Share": word}, b'{"model":"m"}').kv_share
 
 
 def test_session_keys_are_hashes_of_the_first_header_that_says_something():

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 
 from viiwork.bench.paced import Pace, arguments
+from viiwork.core.logline import fault
 from viiwork.errors import BenchError
 from viiwork.limits import BENCH_READY_S, BENCH_STATUS_S
 
@@ -79,9 +80,8 @@ class NodeView:
             ) as answer:
                 found = await answer.json()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise BenchError(
-                f"{self.name} ({self.api}) does not answer: {str(error) or 'too late'}"
-            ) from None
+            why = "timed out" if isinstance(error, TimeoutError) else fault(error)
+            raise BenchError(f"{self.name} ({self.api}) does not answer: {why}") from None
         if not isinstance(found, dict):
             raise BenchError(f"{self.name} ({self.api}) is no viiwork node")
         return found

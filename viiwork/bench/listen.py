@@ -307,9 +307,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
             owner = port_owner(port, "tcp")
             by = f" (held by {owner})" if owner else ""
             where = host_port(host, port) if host else f"port {port}"
-            raise BenchError(
-                f"{where}/tcp cannot be used: {error.strerror or error}{by}; see --port"
-            ) from None
+            why = os.strerror(error.errno) if error.errno else str(error)  # without the library's words
+            raise BenchError(f"{where}/tcp cannot be used: {why}{by}; see --port") from None
     raise AssertionError("there is always a family to try")
 
 

@@ -89,13 +89,14 @@ async def _listening_port(args: argparse.Namespace, addr: str, said: int) -> int
         await look(addr, port)
     except NobodyListens as nobody:
         node = argparse.Namespace(**vars(args), node=(addr, said or ApiSection().port), timeout=BENCH_START_S)
-        begin = f"start `viiwork bench kvshare --listen` on that host{f' with --port {port}' if said else ''}"
+        begin = "start `viiwork bench kvshare --listen` on that host"
         try:
             answer = await asyncio.to_thread(ControlClient.from_args(node).send, "POST", BENCH_PATH)
         except NodeUnreachable:
-            raise BenchError(f"{nobody}; {begin}") from None
+            raise BenchError(f"{nobody}; {begin}{f' with --port {port}' if said else ''}") from None
         except NodeRefused as refused:
-            raise BenchError(f"the node there does not take part: {refused}; {begin}") from None
+            there = f" and name no port, or that one's: {port} is the node's" if said else ""
+            raise BenchError(f"the node there does not take part: {refused}; {begin}{there}") from None
         told = answer.get("port") if isinstance(answer, dict) else None
         if not isinstance(told, int) or not 0 < told <= 65535:
             raise BenchError(f"what answers at {addr} is no node; {begin}") from None

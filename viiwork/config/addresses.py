@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from viiwork.config.fault import Fault, shown
@@ -69,9 +70,10 @@ def network(path: str, text: str) -> None:
     try:
         ipaddress.ip_network(text)
     except ValueError:
-        raise Fault(
-            path, "an address or a range such as 10.9.0.0/24", shown(text) or "an empty text"
-        ) from None
+        expected = "an address or a range such as 10.9.0.0/24"
+        with suppress(ValueError):
+            expected = f"{ipaddress.ip_network(text, strict=False)} or one address"
+        raise Fault(path, expected, shown(text) or "an empty text") from None
 
 
 def in_open_ranges(address: IpAddress) -> bool:

@@ -266,7 +266,8 @@ class PeerPaths:
         for is lost on every path.
         """
         if (rate := self.measured(path, now)) is not None:
-            return rate, f"measured over {self._seen[path].n_transfers} transfers"
+            n = self._seen[path].n_transfers
+            return rate, f"measured over {n} transfer{'s' if n != 1 else ''}"
         kept = [
             rate / self._guess(other)[0]
             for other in self._seen

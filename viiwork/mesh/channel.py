@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from viiwork.core.logline import fault
 from viiwork.errors import ChannelRefused
 from viiwork.limits import (
     CHANNEL_ERROR_MAX_BYTES,
@@ -68,7 +69,7 @@ async def connected(addr: str, port: int, source_ip: str = "") -> socket.socket:
             async with asyncio.timeout(PEER_CONNECT_S):
                 await asyncio.get_running_loop().sock_connect(sock, _sockaddr(addr, port))
         except (OSError, TimeoutError) as error:
-            why = one_line(str(error)) or "timed out"
+            why = "timed out" if isinstance(error, TimeoutError) else one_line(fault(error))
             raise ChannelRefused(f"no connection to {where}: {why}") from error
     except BaseException:
         sock.close()

@@ -122,7 +122,9 @@ class MeshOrigins:
                 reason = "signed in this node's own name"
             if reason:
                 if self._claims.is_due(claimed[:128], self._now()):
-                    log.warning("request of %s at %s refused: %s", one_line(claimed), remote_ip, reason)
+                    log.warning(
+                        "request of %s at %s refused: %s", one_line(claimed) or "nobody", remote_ip, reason
+                    )
                 raise Unauthorized(f"not a request of this mesh: {reason}")
             return verdict.signer
         member = self._find_member(claimed)

@@ -251,6 +251,8 @@ class Importer:
         if running is None:
             return
         turn, key = running.turn, running.key
+        if not turn.home and (late := self._replicas.get(key)) is not None:
+            turn.home = late.source  # its client was faster than the state, and all news of it
         if turn.home not in ("", self._me):
             self._judge_move(grant, running, usage.cached, usage.cached + usage.prefilled)
         elif turn.n_held >= self._min_tokens and usage.cached < PARTLY_SHARE * turn.n_held:

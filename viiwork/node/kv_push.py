@@ -160,7 +160,8 @@ class Pusher:
             push.to_targets = True
             push.urgent.set()
         n_owed = sum(self._is_of(key, push, backend) for key, push in self._running.items())
-        log.info("kv_share.handing_over backend=%s sessions=%d", backend or "all", n_owed)
+        if n_owed:
+            log.info("kv_share.handing_over backend=%s sessions=%d", backend or "all", n_owed)
         while pushes := [push for key, push in self._running.items() if self._is_of(key, push, backend)]:
             await asyncio.wait([push.task for push in pushes])
 

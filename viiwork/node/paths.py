@@ -68,7 +68,9 @@ def open_folders(config: Config) -> Folders:
     except (StateDirError, OSError) as error:
         lock.close()
         if isinstance(error, OSError):
-            raise StateDirError(f"no folder for KV states: {private}: {error.strerror}") from error
+            raise StateDirError(
+                f"no folder for KV states (kv_share.dir): {private}: {error.strerror}"
+            ) from error
         raise
     return Folders(state, run, private / "saves", private / "replicas", lock, private, owner)
 

@@ -32,6 +32,9 @@ SESSION_HEADERS = (
     "Helicone-Session-Id",
 )
 KV_SHARE_HEADER = "X-Viiwork-Kv-Share"
+_SHARED = frozenset(
+    ("", "auto", "on", "true", "yes", "1")
+)  # all else keeps the state: a slip must not send it
 ENGINE_CHOOSES = -1  # `id_slot` that lets the engine take any idle slot
 
 # Endpoints whose work needs a slot, and whether the engine honours `id_slot` in their body.
@@ -112,7 +115,7 @@ def peek(path: str, headers: Mapping[str, str], body: bytes) -> Peek:
         stream=not isinstance(wanted.stream, UnsetType) and bytes(wanted.stream) == b"true",
         session_key=session_key(headers, wanted),
         chain=chain_of(path, wanted, input_raw),
-        kv_share=headers.get(KV_SHARE_HEADER, "").strip().lower() != "off",
+        kv_share=headers.get(KV_SHARE_HEADER, "").strip().lower() in _SHARED,
         needs_slot=pinnable is not None,
         pinnable=bool(pinnable) and single,
         names_slot=not isinstance(wanted.id_slot, UnsetType),
