@@ -353,6 +353,7 @@ KV_VERDICT_FILE_MAX_BYTES = MIB  # 256 verdicts with the longest reasons are 200
 KV_PROMPT_S = 2.0  # to learn a prompt's tokens from the engine: 100,000 take 0.2-0.5 s, to read them 20 s
 KV_SAVE_S = 10.0  # longest save; the connection is then closed, which cancels it
 KV_SLOT_SETTLE_S = 2.0  # how long a slot may still be processing after its last byte was relayed
+KV_SETTLE_POLL_S = 0.02  # between two looks at it meanwhile; mostly the first one finds it at rest
 KV_IMPORT_MIN_S = 0.5  # an import is given this long, however fast the model prefills
 KV_IMPORT_MAX_S = 30.0  # longest import, and its bound while the model's prefill time is not measured
 KV_IMPORT_GUESS_S = 0.05  # of any import until some were measured: two exchanges with the engine and a file
