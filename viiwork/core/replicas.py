@@ -22,7 +22,7 @@ PARTLY_SHARE = 0.30
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A committed state of one session, a peer's or a slot's of this node, held by its worker under `name`."""
+    """A committed state of one session, a peer's or this node's own, held by its worker under `name`."""
 
     name: str
     key: SessionKey
