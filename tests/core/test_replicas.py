@@ -35,22 +35,22 @@ def test_only_peers_whose_engine_could_restore_the_state_are_targets():
         peer("not-portable", None),
         peer("other-model", IDENTITY, "n"),
     ]
-    assert targets("s", "m", IDENTITY, 2000, peers, 9) == ["right"]
+    assert targets("s", "m", IDENTITY, 2000, peers) == ["right"]
 
 
 def test_a_larger_context_on_the_other_side_is_no_hindrance():
-    assert targets("s", "m", IDENTITY, 2000, [peer("b", replace(IDENTITY, n_ctx=8192))], 1) == ["b"]
+    assert targets("s", "m", IDENTITY, 2000, [peer("b", replace(IDENTITY, n_ctx=8192))]) == ["b"]
 
 
 def test_a_model_that_is_not_portable_here_goes_nowhere():
-    assert targets("s", "m", None, 2000, [peer("b")], 1) == []
+    assert targets("s", "m", None, 2000, [peer("b")]) == []
 
 
 def test_targets_are_the_first_in_the_sessions_own_order():
     peers = [peer(name) for name in "bcdef"]
-    firsts = {targets(str(number), "m", IDENTITY, 2000, peers, 1)[0] for number in range(100)}
+    firsts = {targets(str(number), "m", IDENTITY, 2000, peers)[0] for number in range(100)}
     assert firsts == set("bcdef")
-    assert targets("s", "m", IDENTITY, 2000, peers, 2) == targets("s", "m", IDENTITY, 2000, peers[::-1], 2)
+    assert targets("s", "m", IDENTITY, 2000, peers) == targets("s", "m", IDENTITY, 2000, peers[::-1])
 
 
 def test_the_newest_generation_of_a_session_is_kept():

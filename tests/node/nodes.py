@@ -222,3 +222,10 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+async def until_portable(node: NodeProcess, http: aiohttp.ClientSession) -> None:
+    """What an engine can restore is learned from a probe, a moment after it is healthy."""
+    async with asyncio.timeout(60):
+        while "kv" not in (await node.get(http, "/v1/capacity"))["models"][0]:
+            await asyncio.sleep(0.05)

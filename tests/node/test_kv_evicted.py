@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from .nodes import NodeProcess
+from .nodes import NodeProcess, until_portable
 from .test_two_nodes import chat, opening, reused_share, said, until_received
 
 pytestmark = pytest.mark.engine
@@ -53,13 +53,6 @@ async def _until_one_mesh(nodes: Pair) -> None:
             await node.until_healthy(http)
             await node.until_sees(http, "small", 2)
             await until_portable(node, http)
-
-
-async def until_portable(node: NodeProcess, http: aiohttp.ClientSession) -> None:
-    """What an engine can restore is learned from a probe, a moment after it is healthy."""
-    async with asyncio.timeout(60):
-        while "kv" not in (await node.get(http, "/v1/capacity"))["models"][0]:
-            await asyncio.sleep(0.05)
 
 
 def engine_of(node: NodeProcess) -> str:

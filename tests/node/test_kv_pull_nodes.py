@@ -15,8 +15,7 @@ import pytest
 from viiwork.config.load import load_without_secrets
 from viiwork.node.perf import key_of
 
-from .nodes import NodeProcess, model_entry
-from .test_kv_evicted import until_portable
+from .nodes import NodeProcess, model_entry, until_portable
 from .test_two_nodes import chat, opening, reused_share, said, until_received
 
 pytestmark = pytest.mark.engine

@@ -19,12 +19,13 @@ from viiwork.core.replicas import Replica, ReplicaTable
 from viiwork.core.sessions import Binding, SessionTable
 from viiwork.core.slots import SlotRef
 from viiwork.core.tally import OTHER
+from viiwork.errors import EngineError, KvError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import Stages
 from viiwork.limits import KV_PEERS_COUNTED, KV_TRANSFERS_SHOWN, METRIC_WORDS_MAX
 from viiwork.node.kv_listing import KvListing
 from viiwork.node.kv_metrics import KvMetrics
-from viiwork.node.kv_stats import KvStats, Transfer, stages_of
+from viiwork.node.kv_stats import KvStats, Transfer, reason_of, stages_of
 
 SESSION = "0123456789abcdef0123456789abcdef"
 
@@ -286,3 +287,10 @@ def test_v1_kv_shows_the_newest_and_says_how_many_more_there_are():
     assert [entry["age_s"] for entry in told["sessions"]] == [56.0, 57.0, 58.0]
     assert [entry["age_s"] for entry in told["replicas"]] == [56.0, 57.0, 58.0]
     assert told["more"] == {"sessions": 2, "replicas": 2, "links": 0}
+
+
+def test_a_file_that_cannot_be_written_is_not_counted_as_slow():
+    assert reason_of(OSError(28, "no space")) == "io_error"
+    assert reason_of(TimeoutError()) == "too_slow"
+    assert reason_of(KvError("no_space", "full")) == "no_space"
+    assert reason_of(EngineError("gone")) == EngineError.code

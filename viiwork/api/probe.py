@@ -6,9 +6,8 @@ from aiohttp import web
 
 from viiwork.api.ports import Links
 from viiwork.api.routes import POST, AnyRoute, Route
-from viiwork.api.small_body import read_small
-from viiwork.errors import KvRefused
-from viiwork.limits import LINK_BODY_MAX_BYTES, LINK_BODY_S, LINK_QUESTIONS_AT_ONCE
+from viiwork.api.small_body import Questions
+from viiwork.limits import LINK_BODY_MAX_BYTES
 from viiwork.wire.probe import PATHS_PATH, PROBE_PATH
 
 
@@ -17,7 +16,7 @@ class Probes:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._reading = 0
+        self._questions = Questions(LINK_BODY_MAX_BYTES)
 
     def routes(self) -> list[AnyRoute]:
         return [
@@ -26,23 +25,14 @@ class Probes:
         ]
 
     async def _told(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        body = await self._body(request)
+        body = await self._questions.read(request)
         answer = self._links.told(request.raw_path, request.headers, body, request.remote or "")
         return web.Response(body=answer, content_type="application/json")
 
     async def _probed(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        body = await self._body(request)
+        body = await self._questions.read(request)
         transport = request.transport
         name = transport.get_extra_info("sockname") if transport is not None else None
         local_ip = name[0] if name else ""
         answer = self._links.probed(request.raw_path, request.headers, body, request.remote or "", local_ip)
         return web.Response(body=answer, content_type="application/json")
-
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        if self._reading >= LINK_QUESTIONS_AT_ONCE:
-            raise KvRefused(f"{LINK_QUESTIONS_AT_ONCE} such questions are being read already")
-        self._reading += 1
-        try:
-            return await read_small(request, LINK_BODY_MAX_BYTES, LINK_BODY_S)
-        finally:
-            self._reading -= 1

@@ -6,9 +6,8 @@ from aiohttp import web
 
 from viiwork.api.ports import Pulls
 from viiwork.api.routes import POST, AnyRoute, Route
-from viiwork.api.small_body import read_small
-from viiwork.errors import KvRefused
-from viiwork.limits import KV_PULL_BODY_MAX_BYTES, LINK_BODY_S, LINK_QUESTIONS_AT_ONCE
+from viiwork.api.small_body import Questions
+from viiwork.limits import KV_PULL_BODY_MAX_BYTES
 from viiwork.wire.kvpull import PULL_PATH
 
 
@@ -17,18 +16,12 @@ class PullRoutes:
 
     def __init__(self, pulls: Pulls) -> None:
         self._pulls = pulls
-        self._reading = 0
+        self._questions = Questions(KV_PULL_BODY_MAX_BYTES)
 
     def routes(self) -> list[AnyRoute]:
         return [Route(PULL_PATH, POST, self._pulled)]
 
     async def _pulled(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
-        if self._reading >= LINK_QUESTIONS_AT_ONCE:
-            raise KvRefused(f"{LINK_QUESTIONS_AT_ONCE} such questions are being read already")
-        self._reading += 1
-        try:
-            body = await read_small(request, KV_PULL_BODY_MAX_BYTES, LINK_BODY_S)
-        finally:
-            self._reading -= 1
+        body = await self._questions.read(request)
         answer = await self._pulls.pulled(request.raw_path, request.headers, body, request.remote or "")
         return web.Response(body=answer, content_type="application/json")

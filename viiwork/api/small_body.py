@@ -9,7 +9,26 @@ from aiohttp import web
 
 from viiwork.api.body import check_declared, expects_continue
 from viiwork.api.server import ClientConnection
-from viiwork.errors import BodyTimeout, BodyTooLarge, RequestError
+from viiwork.errors import BodyTimeout, BodyTooLarge, KvRefused, RequestError
+from viiwork.limits import LINK_BODY_S, LINK_QUESTIONS_AT_ONCE
+
+
+class Questions:
+    """Reads what peers ask of kv_share; only so many at once, because no proof can be checked before."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._n_reading = 0
+
+    async def read(self, request: web.BaseRequest) -> bytes:
+        """The whole body. Raises as `read_small` does, or `KvRefused`."""
+        if self._n_reading >= LINK_QUESTIONS_AT_ONCE:
+            raise KvRefused(f"{LINK_QUESTIONS_AT_ONCE} such questions are being read already")
+        self._n_reading += 1
+        try:
+            return await read_small(request, self._most_bytes, LINK_BODY_S)
+        finally:
+            self._n_reading -= 1
 
 
 async def read_small(request: web.BaseRequest, most_bytes: int, within_s: float) -> bytes:

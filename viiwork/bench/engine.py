@@ -22,6 +22,7 @@ from viiwork.engine.ports import PortPicker
 from viiwork.engine.process import EngineProcess
 from viiwork.engine.slots import SlotsClient
 from viiwork.errors import BenchError, EngineError, KvError
+from viiwork.host.cpus import usable_cpus
 from viiwork.limits import BENCH_ENGINE_START_S, BENCH_PREFILL_S, BENCH_PROMPT_TOKENS
 from viiwork.mesh.notices import one_line
 
@@ -93,14 +94,13 @@ class BenchEngine:
             args=("--n-gpu-layers", "-1"),  # cards, where the engine knows any
             llamacpp=LlamacppSection(cache_ram_mib=0),
         )
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         command = llamacpp_command(
             model,
             0,
             port,
             program=binary.program,
             flags=await FlagProbe().flags(binary),
-            facts=HostFacts(cpus=cpus),
+            facts=HostFacts(cpus=usable_cpus()),
             node_env=os.environ,
             save_dir=self._folder,
         )

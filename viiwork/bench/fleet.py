@@ -192,7 +192,7 @@ def _not_ready(status: dict[str, Any], n_nodes: int) -> str:
         return f"kv_share is off there: {shared.get('off', 'by its config')}"
     if shared.get("not_portable"):
         return f"states cannot be shared: {shared['not_portable']}"
-    peers = {link.get("peer") for link in shared.get("links", []) if link.get("best") or link.get("addr")}
+    peers = {link.get("peer") for link in shared.get("links", []) if link.get("addr")}
     if len(peers) < n_nodes - 1:
         return "it has no link to its peer"
     return ""

@@ -47,6 +47,7 @@ from viiwork.bench.talk import (
 )
 from viiwork.core.addresses import is_acceptable, is_loopback
 from viiwork.errors import BenchError, ChannelError, KvError
+from viiwork.host.cpus import usable_cpus
 from viiwork.host.network import link_addresses, port_owner
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import ModelTerms, ReceiveDone, ReceiveGrant
@@ -314,11 +315,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 def host_facts() -> dict[str, str | int]:
     """This machine, for a report."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "name": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": cpus,
+        "cpus": usable_cpus(),
         "memory_bytes": psutil.virtual_memory().total,
     }
 

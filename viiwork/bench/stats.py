@@ -1,4 +1,4 @@
-"""How far a figure may be trusted: intervals of shares, counts, means and percentiles, and of differences.
+"""How far a figure may be trusted: intervals of shares, counts and percentiles, and of differences.
 
 All intervals are two-sided, 95 %.
 """
@@ -48,15 +48,6 @@ def count_interval(n: int) -> Interval:
     """
     half = Z * math.sqrt(2 * max(n, 1))
     return max(0.0, n - half), n + half
-
-
-def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Of the mean; None with fewer than two values."""
-    if len(values) < 2:
-        return None
-    half = _t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
-    return mean - half, mean + half
 
 
 def means_differ(a: Sequence[float], b: Sequence[float]) -> Interval | None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from viiwork.cli import bench_options
-from viiwork.cli.control import secrets_of
-from viiwork.config.load import default_config_path
+from viiwork.cli.control import add_secret_arguments, secrets_of
 from viiwork.errors import UsageError
 from viiwork.limits import (
     BENCH_PORT,
@@ -90,17 +89,7 @@ def _add_kvshare(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them to FILE.png or FILE.svg")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="PATH",
-        help=f"the node's config file (default: {default_config_path()} where there is one)",
-    )
-    parser.add_argument(
-        "--secret-env",
-        metavar="NAME",
-        help="the environment variable with the mesh's secret (default: mesh.secret_env of the config)",
-    )
+    add_secret_arguments(parser)
     bench_options.add_workload(parser)
     parser.set_defaults(run=run)
 

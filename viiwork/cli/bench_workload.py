@@ -20,6 +20,7 @@ from viiwork.cli.bench_output import check_outputs, put_out, show
 from viiwork.cli.control import own_address_of
 from viiwork.config.model import ApiSection
 from viiwork.errors import UsageError
+from viiwork.mesh.values import host_port
 from viiwork.version import VERSION
 
 
@@ -44,7 +45,7 @@ async def at_nodes(args: argparse.Namespace) -> int:
     host, port = args.to
     here = own_address_of(args)
     places = {"here": here, "there": (host, port or ApiSection().port)}
-    views = [NodeView(name, _url(*address)) for name, address in places.items()]
+    views = [NodeView(name, f"http://{host_port(*address)}") for name, address in places.items()]
     started = time.time()
     try:
         model, names = await shared_model(views, args.model)
@@ -116,7 +117,3 @@ def _report(
         phases=list(phases),
     )
     put_out(args, results)
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -25,6 +25,7 @@ from viiwork.config.secrets import decode_secret
 from viiwork.errors import NodeRefused, NodeUnreachable, UsageError
 from viiwork.limits import CONTROL_ANSWER_MAX_BYTES, CONTROL_TIMEOUT_MAX_S, CONTROL_TIMEOUT_S
 from viiwork.mesh.notices import one_line
+from viiwork.mesh.values import host_port
 from viiwork.wire.signature import NONCE_BYTES, sign
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", re.ASCII)
@@ -42,6 +43,18 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the node to talk to (default: this machine's, at the api.port of its config, else 8086)",
     )
+    add_secret_arguments(parser)
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=CONTROL_TIMEOUT_S,
+        metavar="SECONDS",
+        help="how long the node may take to answer (default: %(default)g)",
+    )
+
+
+def add_secret_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the config and the mesh's secret are."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -52,13 +65,6 @@ def add_control_arguments(parser: argparse.ArgumentParser) -> None:
         "--secret-env",
         metavar="NAME",
         help="the environment variable with the mesh's secret (default: mesh.secret_env of the config)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=CONTROL_TIMEOUT_S,
-        metavar="SECONDS",
-        help="how long the node may take to answer (default: %(default)g)",
     )
 
 
@@ -79,10 +85,7 @@ class _Secret:
 def secrets_of(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> tuple[bytes, ...]:
     """The mesh's secret, and behind it the previous one; () = none, an open mesh."""
     config = _config(args.config)
-    variable = args.secret_env or config.mesh.secret_env
-    if args.secret_env and not env.get(variable, "").strip():
-        raise UsageError(f"--secret-env: the environment variable {printable(variable)[:64]} is not set")
-    found = (_Secret(name, env).key() for name in (variable, config.mesh.secret_prev_env))
+    found = (_Secret(name, env).key() for name in (_variable(args, config, env), config.mesh.secret_prev_env))
     return tuple(secret for secret in found if secret is not None)
 
 
@@ -109,11 +112,9 @@ class ControlClient:
         """The client that `add_control_arguments` describes; reads the config only for what was not said."""
         all_said = args.node is not None and args.secret_env is not None and args.config is None
         config = Config() if all_said else _config(args.config)
-        variable = args.secret_env or config.mesh.secret_env
-        if args.secret_env and not env.get(variable, "").strip():
-            raise UsageError(f"--secret-env: the environment variable {printable(variable)[:64]} is not set")
+        secret = _Secret(_variable(args, config, env), env)
         host, port = args.node or _own_address(config)
-        return cls(host, port, _Secret(variable, env), args.timeout)
+        return cls(host, port, secret, args.timeout)
 
     def other(self, address: str, timeout_s: float) -> ControlClient:
         """The same for another node, at its `host:port`. Raises `NodeUnreachable` for what is no address."""
@@ -126,7 +127,7 @@ class ControlClient:
     @property
     def address(self) -> str:
         """`host:port` of the node, for messages."""
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        return host_port(self._host, self._port)
 
     def get(self, path: str) -> Any:
         """The JSON at `path`. Raises `NodeUnreachable` or `NodeRefused`."""
@@ -203,6 +204,15 @@ def _config(path: Path | None) -> Config:
         return load_without_secrets(path)
     default = default_config_path()
     return load_without_secrets(default) if os.access(default, os.R_OK) else Config()
+
+
+def _variable(args: argparse.Namespace, config: Config, env: Mapping[str, str]) -> str:
+    """The environment variable of the mesh's secret; one that was named has to be there."""
+    if args.secret_env and not env.get(args.secret_env, "").strip():
+        raise UsageError(
+            f"--secret-env: the environment variable {printable(args.secret_env)[:64]} is not set"
+        )
+    return args.secret_env or config.mesh.secret_env
 
 
 def _own_address(config: Config) -> tuple[str, int]:

@@ -191,10 +191,6 @@ class PeerPaths:
         self._seen: dict[Path, _Seen] = {mesh: _Seen()}
         self._failures = 0  # rounds since the last one in which every path answered
 
-    @property
-    def mesh(self) -> Path:
-        return self._mesh
-
     def paths(self) -> list[Path]:
         return list(self._seen)
 

@@ -49,7 +49,7 @@ class PushTargets:
         """
         session, model = key
         full = {node for node, entry in peers if self._is_full(node, entry, now)}
-        able = targets(session, model, own, n_tokens, peers, len(peers))
+        able = targets(session, model, own, n_tokens, peers)
         failing = {node for node in able if self.is_failing(node, now)}
         able.sort(key=lambda node: (node in failing, node in full))
         return [node for node in able if is_last_try or node not in failing]

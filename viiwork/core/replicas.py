@@ -1,4 +1,4 @@
-"""Decisions of kv_share: where a session's state goes, which of two states is newer, what a move achieved."""
+"""Replicas and the rules for them: who could restore a state, which one is kept, what a move achieved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTLY_SHARE = 0.30
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A peer's committed state of one session, held by this node's worker under `name`."""
+    """A committed state of one session, a peer's or this node's own, held by its worker under `name`."""
 
     name: str
     key: SessionKey
@@ -108,9 +108,8 @@ def targets(
     own: KvIdentity | None,
     n_tokens: int,
     peers: Iterable[tuple[str, ModelCapacity]],
-    n_replicas: int,
 ) -> list[str]:
-    """Peers the state goes to: those whose engine could restore it, in the session's rendezvous order."""
+    """Peers whose engine could restore the state, in the session's rendezvous order."""
     if own is None:
         return []
     able = [
@@ -118,7 +117,7 @@ def targets(
         for node, entry in peers
         if entry.name == model and entry.kv is not None and entry.kv.matches(own) and entry.kv.fits(n_tokens)
     ]
-    return rendezvous(session, able)[:n_replicas]
+    return rendezvous(session, able)
 
 
 def path_allowed(addr: str, *, secured: bool, open_lan: bool) -> str:

@@ -25,7 +25,7 @@ from viiwork.limits import (
     KV_RESTART_MIN_S,
     KV_STABLE_S,
 )
-from viiwork.wire.replica import longest_common, prefix_digests
+from viiwork.wire.replica import TOKEN_BYTES, longest_common, prefix_digests
 from viiwork.wire.state import Layout
 
 log = logging.getLogger("viiwork.kv")
@@ -164,7 +164,7 @@ class KvWorker:
         """How many leading tokens a prompt, as little-endian i32, shares with a replica."""
         job = jobs.MatchJob(replica=replica, prefix=prefix_digests(tokens))
         done = await self._ask(job, jobs.MatchDone, LOCAL_JOB_S)
-        return done.n_same + longest_common(tokens[4 * done.n_same :], done.next)
+        return done.n_same + longest_common(tokens[TOKEN_BYTES * done.n_same :], done.next)
 
     async def inspect(self, path: Path, *, n_vocab: int = 0) -> jobs.SaveFacts:
         job = jobs.InspectJob(path=str(path), n_vocab=n_vocab)

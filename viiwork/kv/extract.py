@@ -17,7 +17,7 @@ from viiwork.native.mover import pread_exact
 from viiwork.native.rows import gather, gather_strips, transpose
 from viiwork.wire.channel import FrameType
 from viiwork.wire.groups import DIGEST_BYTES, Piece, rows_of_group
-from viiwork.wire.replica import BlobFacts, Mark, Offer, prefix_digests, wrong_shape
+from viiwork.wire.replica import TOKEN_BYTES, BlobFacts, Mark, Offer, prefix_digests, wrong_shape
 from viiwork.wire.rows import RowSpan, spans_of
 from viiwork.wire.savefile import parse
 from viiwork.wire.state import SaveInfo, segments_of
@@ -51,7 +51,7 @@ class SavedState:
 
     def __init__(self, fd: int, info: SaveInfo, file: StateFile) -> None:
         self.fd, self.info, self._file = fd, info, file
-        self.tokens = pread_of(fd)(info.tokens_offset, 4 * info.n_tokens)
+        self.tokens = pread_of(fd)(info.tokens_offset, TOKEN_BYTES * info.n_tokens)
         self._segments = [
             [segment for segment in segments_of(info.shape) if segment.cache == at]
             for at in range(len(info.caches))
@@ -113,7 +113,7 @@ class SavedState:
         """The payload of a piece, in the front of `buffer`."""
         view = buffer[: piece.size]
         if piece.type is FrameType.TOKENS:
-            view[:] = self.tokens[4 * piece.offset : 4 * (piece.offset + piece.rows)]
+            view[:] = self.tokens[TOKEN_BYTES * piece.offset : TOKEN_BYTES * (piece.offset + piece.rows)]
         elif piece.type is FrameType.BLOB:
             with file_errors():
                 pread_exact(self.fd, view, self._blob_at[piece.segment] + piece.offset)
@@ -125,7 +125,7 @@ class SavedState:
     def ranges_of(self, piece: Piece) -> list[tuple[int, int]]:
         """The ranges of the file a piece consists of; none where it is not in the file in that order."""
         if piece.type is FrameType.TOKENS:
-            return [(self.info.tokens_offset + 4 * piece.offset, piece.size)]
+            return [(self.info.tokens_offset + TOKEN_BYTES * piece.offset, piece.size)]
         if piece.type is FrameType.BLOB:
             return [(self._blob_at[piece.segment] + piece.offset, piece.size)]
         plain = self._plain[piece.segment] or ()

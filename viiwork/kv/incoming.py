@@ -55,7 +55,6 @@ class Incoming:
         ]
         self._buffer = new_buffer(KV_FRAME_MAX_BYTES)
         self._held: Manifest | None = None  # what `have` told of
-        self._lineage = False
         self._begun = False
         self._keep = 0
         self._tokens = bytearray()
@@ -84,7 +83,6 @@ class Incoming:
             have = self._have_of(manifest)
             if self._held is None or (have.lineage, have.n) > (best.lineage, best.n):
                 self._held, best = manifest, have
-        self._lineage = best.lineage
         return best
 
     def _have_of(self, held: Manifest) -> Have:

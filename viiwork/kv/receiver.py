@@ -19,7 +19,7 @@ from viiwork.kv.store import ReplicaStore
 from viiwork.limits import KV_LINGER_S
 from viiwork.wire.channel import TAG_BYTES, Codec, FrameType, Header, Opener, Sealer, pack_refusal
 from viiwork.wire.delta import pieces_of
-from viiwork.wire.groups import Piece
+from viiwork.wire.groups import Piece, cache_bytes
 from viiwork.wire.replica import (
     Have,
     Manifest,
@@ -88,10 +88,11 @@ def done_of(
     stages: Stages,
     known: tuple[Mark, ...],
 ) -> ReceiveDone:
+    """A committed replica for the answer; `kept`, `raw_bytes` and `wire_bytes` are of its way here."""
     n = manifest.n_tokens
     rows = sum(
-        (n - held.lo) * sum(plane.row_bytes for plane in (*shape.k, *shape.v))
-        for held, shape in zip(manifest.caches, manifest.shape.caches, strict=True)
+        (n - held.lo) * cache_bytes(cache)
+        for held, cache in zip(manifest.caches, manifest.shape.caches, strict=True)
     )
     return ReceiveDone(
         replica=replica_name(manifest),

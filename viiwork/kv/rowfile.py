@@ -63,6 +63,3 @@ class RowFile:
         with file_errors():
             if os.fstat(self.fd).st_size > end:
                 os.ftruncate(self.fd, end)
-
-    def allocated(self) -> int:
-        return os.fstat(self.fd).st_blocks * 512

@@ -25,7 +25,17 @@ from viiwork.limits import (
     KV_SUPERSEDE_S,
 )
 from viiwork.wire.groups import cache_bytes
-from viiwork.wire.replica import BlobFacts, BlobManifest, Manifest, Offer, line_of, replica_name, seal, unseal
+from viiwork.wire.replica import (
+    TOKEN_BYTES,
+    BlobFacts,
+    BlobManifest,
+    Manifest,
+    Offer,
+    line_of,
+    replica_name,
+    seal,
+    unseal,
+)
 
 _OURS = re.compile(r"[0-9a-f]{32}\.(rows-[01]|manifest|journal|sealing|(recurrent|checkpoint)-\d+(\.part)?)")
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -445,4 +455,4 @@ def _bytes_of(offer: Offer) -> int:
         cache_bytes(cache) * (offer.n_tokens - low)
         for cache, low in zip(offer.shape.caches, offer.needed, strict=True)
     )
-    return rows + 4 * offer.n_tokens + sum(blob.size for blob in offer.blobs)
+    return rows + TOKEN_BYTES * offer.n_tokens + sum(blob.size for blob in offer.blobs)

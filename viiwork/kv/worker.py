@@ -30,7 +30,7 @@ from viiwork.kv.sender import send_state
 from viiwork.kv.store import ReplicaStore
 from viiwork.limits import KV_CONTROL_MAX_BYTES, KV_JOBS_MAX, KV_LOCAL_JOBS, KV_PREFIX_TOKENS
 from viiwork.wire.channel import warm_up
-from viiwork.wire.replica import common_prefix
+from viiwork.wire.replica import TOKEN_BYTES, common_prefix
 from viiwork.wire.savefile import parse
 
 STOP_WITHIN_S = 5.0  # after the node is gone; then the process ends whatever its threads do
@@ -161,7 +161,8 @@ class Worker:
         finally:
             replica.close()
         n_same = common_prefix(job.prefix, tokens)
-        return jobs.MatchDone(n_same=n_same, next=tokens[4 * n_same :][: 4 * KV_PREFIX_TOKENS])
+        following = tokens[TOKEN_BYTES * n_same :][: TOKEN_BYTES * KV_PREFIX_TOKENS]
+        return jobs.MatchDone(n_same=n_same, next=following)
 
     def _stats(self) -> jobs.StoreStats:
         replicas, replica_bytes, unfinished, incoming = self._store.counts()

@@ -12,14 +12,12 @@ from viiwork.core.beliefs import Beliefs, Told
 from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slots import SlotRef
 from viiwork.errors import EngineError
-from viiwork.limits import KV_HELD_ASK_S, KV_SLOT_SETTLE_S
+from viiwork.limits import KV_HELD_ASK_S, KV_SETTLE_POLL_S, KV_SLOT_SETTLE_S
 from viiwork.node.background import Background
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 
 log = logging.getLogger(__name__)
-
-SETTLE_POLL_S = 0.02
 
 
 class HeldStates:
@@ -103,7 +101,7 @@ class HeldStates:
                 if self._is_as_left(key, binding, ref):
                     self._beliefs.put(ref, binding.generation, told[1])
                 return
-            await asyncio.sleep(SETTLE_POLL_S)
+            await asyncio.sleep(KV_SETTLE_POLL_S)
 
     def _is_as_left(self, key: SessionKey, binding: Binding, ref: SlotRef) -> bool:
         return self._dispatcher.is_at_rest(ref) and self._dispatcher.sessions.get(key) == binding

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from viiwork.core.holdings import still_right
@@ -25,8 +24,9 @@ from viiwork.node.kv_held import HeldStates
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_prompt import Prompts
 from viiwork.node.kv_pull import Fetcher
+from viiwork.node.kv_replicas import drop
 from viiwork.node.kv_restore import Restorer
-from viiwork.node.kv_stats import KvStats, Transfer
+from viiwork.node.kv_stats import KvStats, Transfer, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class Importer:
     def _failed(
         self, grant: Grant, running: _Running, replica: Replica, ref: SlotRef, error: BaseException
     ) -> None:
-        reason = error.reason if isinstance(error, KvError) else _reason_of(error)
+        reason = reason_of(error)
         if reason == "not_held":  # nothing that was kept is of the prompt, and the slot is as it was
             running.turn.cause = running.turn.cause if running.turn.n_held else "diverged"
             if replica.key == running.key:
@@ -305,11 +305,7 @@ class Importer:
 
     def _forget(self, replica: Replica) -> None:
         self._replicas.remove(replica.name)
-        self._background.go(self._drop(replica.name))
-
-    async def _drop(self, name: str) -> None:
-        with suppress(KvError):  # a worker that is gone has dropped it
-            await self._worker.drop(name)
+        self._background.go(drop(replica.name, self._worker))
 
 
 def _right(ask: Ask, state: Binding | Replica) -> int:
@@ -325,12 +321,6 @@ def _begins(ask: Ask, state: Binding | Replica) -> bool:
 
 def _is_newer(replica: Replica | None, here: Binding) -> bool:
     return replica is not None and replica.generation > here.generation
-
-
-def _reason_of(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "import_timeout"
-    return getattr(error, "code", "io_error")
 
 
 def key_of(grant: Grant) -> SessionKey | None:

@@ -26,7 +26,7 @@ class KvMetrics:
 
     def families(self) -> Iterator[Metric]:
         yield gauge("viiwork_kv_share_active", "1 while states are shared.", {(): int(self.is_active())})
-        yield gauge("viiwork_kv_share_replicas", "States held for peers.", {(): len(self.replicas)})
+        yield gauge("viiwork_kv_share_replicas", "States of sessions held here.", {(): len(self.replicas)})
         yield gauge("viiwork_kv_share_replica_bytes", "Of them.", {(): self.replicas.n_bytes})
         worker = self.worker.stats()
         yield gauge("viiwork_kv_share_worker_up", "1 while the worker serves.", {(): int(worker.up)})

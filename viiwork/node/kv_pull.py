@@ -18,6 +18,7 @@ from viiwork.core.ways import ImportCosts, Way
 from viiwork.errors import MeshError, RequestError
 from viiwork.limits import KV_PULL_GUESS_S, KV_PULL_MAX_S, KV_SAVE_GUESS_S_PER_GB
 from viiwork.mesh.direct import DirectClient
+from viiwork.mesh.notices import one_line
 from viiwork.mesh.values import Member
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_arrivals import Arrivals
@@ -99,7 +100,7 @@ class Fetcher:
             why = "too_slow"
         except (MeshError, RequestError) as error:
             why = "refused"
-            log.info("kv_share.not_pulled session=%s model=%s: %s", key[0][:8], key[1], error)
+            log.info("kv_share.not_pulled session=%s model=%s: %s", key[0][:8], key[1], one_line(str(error)))
         log.info(
             "kv_share.fetched how=%s session=%s model=%s seconds=%.3f%s",
             way.kind,

@@ -24,6 +24,7 @@ from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_save import Saved
 from viiwork.node.kv_send import Sender
+from viiwork.node.kv_stats import reason_of
 from viiwork.node.kv_targets import KvPeers
 from viiwork.wire.kvpull import PullAsk, PullDone, decode_ask, encode
 
@@ -77,8 +78,7 @@ class PullServer:
             self._failed["too_slow"] += 1
             raise KvRefused("the state could not be sent in time") from None
         except ViiworkError as error:
-            reason = error.reason if isinstance(error, KvError) else error.code
-            self._failed[reason] += 1
+            self._failed[reason_of(error)] += 1
             raise KvRefused(f"the state was not sent: {error}") from error
         finally:
             self._running[name] -= 1

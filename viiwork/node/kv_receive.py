@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from viiwork.config.model import KvShareSection
@@ -20,6 +19,7 @@ from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_arrivals import Arrivals
 from viiwork.node.kv_layouts import EngineLayout, EngineLayouts
 from viiwork.node.kv_paths import must_encrypt
+from viiwork.node.kv_replicas import drop, take_in
 from viiwork.node.kv_send import kept_of, session_digest
 from viiwork.node.kv_stats import KvStats, Transfer, stages_of
 from viiwork.wire.channel import mesh_key
@@ -125,9 +125,8 @@ class Receiver:
         )
         try:
             done = await self._worker.receive(sock, grant)
-            got = done
-            if got.session != session_digest((offer.session, offer.model)):
-                await self._worker.drop(done.replica)
+            if done.session != session_digest((offer.session, offer.model)):
+                await drop(done.replica, self._worker)
                 raise KvError("bad_offer", "the state belongs to another session than was announced")
         except KvError as error:
             self._stats.ended(
@@ -142,22 +141,18 @@ class Receiver:
                 )
             )
             return
-        for name in done.dropped:
-            self._replicas.evicted(name)
         replica = Replica(
             done.replica,
             (offer.session, offer.model),
-            got.n_tokens,
-            got.total_bytes,
-            got.generation,
+            done.n_tokens,
+            done.total_bytes,
+            done.generation,
             admitted.peer,
             offer.tip,
             offer.scope,
-            kept_of(got.known),
+            kept_of(done.known),
         )
-        for old in self._replicas.put(replica):
-            with suppress(KvError):  # a worker that is gone has dropped it
-                await self._worker.drop(old.name)
+        await take_in(replica, done.dropped, self._replicas, self._worker)
         self._stats.ended(
             Transfer(
                 what="receive",
@@ -166,11 +161,11 @@ class Receiver:
                 peer=admitted.peer,
                 path=admitted.remote_ip,
                 encrypted=True if grant.require_encrypt else None,
-                tokens=got.n_tokens,
-                kept=got.kept,
-                state_bytes=got.total_bytes,
-                raw_bytes=got.raw_bytes,
-                wire_bytes=got.wire_bytes,
+                tokens=done.n_tokens,
+                kept=done.kept,
+                state_bytes=done.total_bytes,
+                raw_bytes=done.raw_bytes,
+                wire_bytes=done.wire_bytes,
                 took_s=done.stages.total_s,
                 stages_s=stages_of(done.stages),
             )

@@ -15,14 +15,13 @@ from viiwork.core.sessions import Binding, SessionKey
 from viiwork.core.slot_states import SlotStates
 from viiwork.core.slots import SlotRef
 from viiwork.errors import KvError
-from viiwork.limits import KV_SAVE_S, KV_SLOT_SETTLE_S
+from viiwork.limits import KV_SAVE_S, KV_SETTLE_POLL_S, KV_SLOT_SETTLE_S
 from viiwork.node.background import remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayout
 from viiwork.node.kv_stats import KvStats
 from viiwork.wire.replica import Mark
 
-SETTLE_POLL_S = 0.02
 SPACE_ROOM = 1.1  # the file's other parts and its last block
 
 # Reason words: nothing was begun, and it is worth another try.
@@ -163,7 +162,7 @@ class Saver:
                 return
             if time.monotonic() > until:
                 raise KvError("slot_busy", f"slot {ref.slot} of {ref.backend} does not come to rest")
-            await asyncio.sleep(SETTLE_POLL_S)
+            await asyncio.sleep(KV_SETTLE_POLL_S)
 
 
 def _check_space(layout: EngineLayout, binding: Binding) -> None:

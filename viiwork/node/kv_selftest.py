@@ -6,7 +6,6 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from viiwork.engine.slots import Ran, SlotsClient
@@ -15,6 +14,7 @@ from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import StateFile
 from viiwork.limits import KV_CHECKPOINTS_KEPT, KV_TEST_STEP_S, KV_TEST_TOKENS
 from viiwork.node.background import remove_file
+from viiwork.node.kv_replicas import drop
 from viiwork.node.kv_verdicts import Verdict, Word
 from viiwork.wire.state import Layout
 
@@ -66,8 +66,7 @@ class SelfTest:
             diverged = await self._moved(replica, held[:-BACK] + more)
         finally:
             if replica is not None:
-                with suppress(KvError):  # a worker that is gone has dropped it
-                    await self._worker.drop(replica)
+                await drop(replica, self._worker)
         await self._client.erase(self._slot)
         return self._judge(len(held), home, appended, diverged)
 

@@ -11,7 +11,7 @@ from blake3 import blake3
 from viiwork.config.model import KvShareSection
 from viiwork.core.sessions import SessionKey
 from viiwork.core.slot_states import Kept
-from viiwork.errors import KvError, ViiworkError
+from viiwork.errors import ViiworkError
 from viiwork.kv.client import KvWorker
 from viiwork.kv.jobs import SendDone, SendJob, StateFile
 from viiwork.limits import KV_RECURRENT_AT_ONCE_S
@@ -19,7 +19,7 @@ from viiwork.mesh.values import Member
 from viiwork.node.kv_paths import KvPaths
 from viiwork.node.kv_route import send_over
 from viiwork.node.kv_save import Saved
-from viiwork.node.kv_stats import KvStats, Transfer, stages_of
+from viiwork.node.kv_stats import KvStats, Transfer, reason_of, stages_of
 from viiwork.node.kv_targets import KvPeers
 from viiwork.wire.channel import mesh_key
 from viiwork.wire.kvoffer import StateOffer, encode_offer
@@ -119,7 +119,7 @@ class Sender:
 
     def not_sent(self, key: SessionKey, error: ViiworkError | OSError, peer: str = "") -> None:
         """Count a state that was not saved, or did not arrive at a peer."""
-        reason = error.reason if isinstance(error, KvError) else getattr(error, "code", "io_error")
+        reason = reason_of(error)
         self._stats.ended(
             Transfer(what="send", session=key[0], model=key[1], reason=reason, detail=str(error), peer=peer)
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 
 from viiwork.config.model import KvShareSection
 from viiwork.core.capacity import Perf
@@ -20,9 +19,10 @@ from viiwork.limits import KV_PREFILL_GUESS_MS_PER_1K, KV_SAVE_GUESS_S_PER_GB, K
 from viiwork.node.background import Background, remove_file
 from viiwork.node.dispatch import Dispatcher
 from viiwork.node.kv_layouts import EngineLayouts
+from viiwork.node.kv_replicas import take_in
 from viiwork.node.kv_save import Saved, Saver
 from viiwork.node.kv_send import kept_of, state_file
-from viiwork.node.kv_stats import KvStats, Transfer, stages_of
+from viiwork.node.kv_stats import KvStats, Transfer, reason_of, stages_of
 from viiwork.node.kv_targets import Targets
 
 
@@ -111,13 +111,10 @@ class Stash:
             return
         finally:
             await remove_file(saved.path)
-        for name in done.dropped:
-            self._replicas.evicted(name)
         binding = saved.binding
         facts = done.replica, saved.key, done.n_tokens, done.total_bytes, binding.generation, self._me
-        for old in self._replicas.put(Replica(*facts, binding.tip, binding.scope, kept_of(done.known))):
-            with suppress(KvError):  # a worker that is gone has dropped it
-                await self._worker.drop(old.name)
+        replica = Replica(*facts, binding.tip, binding.scope, kept_of(done.known))
+        await take_in(replica, done.dropped, self._replicas, self._worker)
         self._stats.ended(
             Transfer(
                 what="keep",
@@ -134,7 +131,7 @@ class Stash:
         )
 
     def _not_kept(self, key: SessionKey, error: BaseException) -> None:
-        reason = error.reason if isinstance(error, KvError) else getattr(error, "code", "too_slow")
+        reason = reason_of(error)
         self._stats.ended(
-            Transfer(what="keep", session=key[0], model=key[1], reason=reason, detail=str(error))
+            Transfer(what="keep", session=key[0], model=key[1], reason=reason, detail=str(error) or reason)
         )

@@ -14,6 +14,7 @@ import msgspec
 from viiwork.core.logline import Value, line
 from viiwork.core.replicas import Warmth
 from viiwork.core.tally import BOUNDS_S, OTHER, Histogram
+from viiwork.errors import KvError, ViiworkError
 from viiwork.kv.jobs import Stages
 from viiwork.limits import KIB, KV_PEERS_COUNTED, KV_TRANSFERS_SHOWN, METRIC_WORDS_MAX
 
@@ -100,6 +101,15 @@ class Transfer:
             if key not in ("what", "result"):
                 fields[key] = str(value).lower() if isinstance(value, bool) else value
         return line(not_done if self.reason else done, **fields, detail=self.detail or None)
+
+
+def reason_of(error: BaseException) -> str:
+    """The word by which a failure is counted."""
+    if isinstance(error, KvError):
+        return error.reason
+    if isinstance(error, TimeoutError):
+        return "too_slow"
+    return error.code if isinstance(error, ViiworkError) else "io_error"
 
 
 def stages_of(stages: Stages | None = None, **more: float) -> dict[str, float]:

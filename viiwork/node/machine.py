@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import psutil
@@ -10,6 +9,7 @@ import psutil
 from viiwork.config.model import Config
 from viiwork.engine.command import HostFacts
 from viiwork.errors import ModelFileError
+from viiwork.host.cpus import usable_cpus
 from viiwork.host.gguf import weights_bytes
 from viiwork.host.gpus import detect_vendor
 
@@ -22,9 +22,8 @@ def machine_facts(config: Config) -> HostFacts:
             weights[model.path] = weights_bytes(Path(model.path))
         except ModelFileError:
             continue  # its backend will say so, with the reason
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return HostFacts(
-        cpus=cpus,
+        cpus=usable_cpus(),
         ram_bytes=psutil.virtual_memory().total,
         vendor=detect_vendor(config.gpu.vendor),
         weights_bytes=weights,
