@@ -8,11 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.node.nodes import free_port
 from viiwork.bench.agents import Shape
 from viiwork.bench.figures import Workload, workload_of
-from viiwork.bench.fleet import MODEL, NodeView, Place, fleet
+from viiwork.bench.fleet import MODEL, Engines, NodeView, Place, config_of, fleet
 from viiwork.bench.lab import SETTINGS
 from viiwork.bench.net import PREFIX
 from viiwork.bench.results import Phase
@@ -109,3 +110,11 @@ def test_what_is_emulated_is_said_of_simulated_engines_alone():
 
 def _ports(host: str) -> tuple[int, int]:
     return free_port(host), free_port(host)
+
+
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_nodes_of_the_lab_run_as_they_do_by_default_but_for_what_was_asked(tmp_path: Path, share):
+    place = Place("alpha", "10.0.0.1")
+    text = config_of(place, [place], Engines(4096, 4, model=tmp_path, stall_share=share), tmp_path, tmp_path)
+    loaded = yaml.safe_load(text)
+    assert loaded.get("kv_share") == (None if share is None else {"stall_share": share})

@@ -38,6 +38,7 @@ LAB = ("kvshare", "--lab", "--workload")
         (("--speed", "fast"), "expected a number above 0, at most 50"),
         (("--scale", "48"), "expected a power of two up to 256"),
         (("--seed", "-1"), "expected a whole number"),
+        (("--stall-share", "0"), "expected a share of the time from 0.001 to 1"),
         (("--context", "12"), "expected 1024 tokens or more"),
     ],
 )

@@ -57,6 +57,7 @@ class Engines:
     slots: int
     model: Path | None = None
     pace: Pace | None = None
+    stall_share: float | None = None  # `kv_share.stall_share`, None = as it is by default
 
 
 class NodeView:
@@ -103,7 +104,7 @@ async def fleet(places: Sequence[Place], engines: Engines, folder: Path) -> Asyn
     try:
         for place in places:
             config = folder / f"{place.name}.yaml"
-            config.write_text(_config(place, places, engines, folder, program))
+            config.write_text(config_of(place, places, engines, folder, program))
             running.append(_start(place, config, secret))
         views += [NodeView(place.name, place.api, place.namespace) for place in places]
         for view, process in zip(views, running, strict=True):
@@ -123,7 +124,8 @@ def _program(folder: Path) -> Path:
     return program
 
 
-def _config(place: Place, places: Sequence[Place], engines: Engines, folder: Path, program: Path) -> str:
+def config_of(place: Place, places: Sequence[Place], engines: Engines, folder: Path, program: Path) -> str:
+    """The config file of one node."""
     if engines.pace is not None:
         weights = folder / "paced.gguf"
         if not weights.exists():
@@ -134,12 +136,13 @@ def _config(place: Place, places: Sequence[Place], engines: Engines, folder: Pat
     else:
         threads = max(1, (os.cpu_count() or 1) // len(places))  # all of them are on this machine
         model = f"path: {engines.model}, llamacpp: {{threads: {threads}}}"
+    shares = "" if engines.stall_share is None else f"kv_share: {{stall_share: {engines.stall_share}}}\n"
     seeds = ", ".join(f'"{other.addr}:{other.mesh_port}"' for other in places if other is not place)
     return (
         f"node: {{name: {place.name}, state_dir: {folder / place.name}}}\n"
         f"api: {{host: {place.addr}, port: {place.api_port}}}\n"
         f"mesh: {{network: lan, advertise: {place.addr}, bind_port: {place.mesh_port}, seeds: [{seeds}]}}\n"
-        f"models:\n  - {{name: {MODEL}, engine: llamacpp, context: {engines.context}, "
+        f"{shares}models:\n  - {{name: {MODEL}, engine: llamacpp, context: {engines.context}, "
         f"parallel: {engines.slots}, {model}}}\n"
     )
 

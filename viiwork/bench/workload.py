@@ -49,13 +49,14 @@ class Plan:
     model: Path | None = None
     is_paced: bool = True  # simulated engines
     context: int = CONTEXT
+    stall_share: float | None = None  # of the nodes, None = their default
     shape: Shape = field(default_factory=Shape)
 
     def engines(self) -> Engines:
         if not self.is_paced:
-            return Engines(self.context, SLOTS, model=self.model)
+            return Engines(self.context, SLOTS, model=self.model, stall_share=self.stall_share)
         pace = Pace(PREFILL_PER_S, DECODE_PER_S, SAVE_BYTES_PER_S, self.speed, self.scale)
-        return Engines(self.context, SLOTS, pace=pace)
+        return Engines(self.context, SLOTS, pace=pace, stall_share=self.stall_share)
 
     def scaled_to_life(self) -> Plan:
         """A real engine runs at its own speed, with its own states."""

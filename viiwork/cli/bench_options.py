@@ -8,6 +8,7 @@ from pathlib import Path
 
 from viiwork.limits import (
     AGENTS_MAX,
+    KV_STALL_SHARE_MIN,
     WORKLOAD_MINUTES_MAX,
     WORKLOAD_SCALE,
     WORKLOAD_SCALE_MAX,
@@ -60,6 +61,12 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--workload: a real engine of this host makes the state, and imports it",
     )
     group.add_argument(
+        "--stall-share",
+        type=_share,
+        metavar="X",
+        help="in the lab: kv_share.stall_share of the nodes (default: theirs, 0.05)",
+    )
+    group.add_argument(
         "--context", type=_context, default=None, metavar="TOKENS", help="of a slot (default: 65536)"
     )
 
@@ -100,6 +107,16 @@ def _number(most: float) -> Callable[[str], float]:
         raise argparse.ArgumentTypeError(f"expected a number above 0, at most {most:g}")
 
     return parse
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if KV_STALL_SHARE_MIN <= value <= 1.0:
+        return value
+    raise argparse.ArgumentTypeError(f"expected a share of the time from {KV_STALL_SHARE_MIN} to 1")
 
 
 def _seed(text: str) -> int:

@@ -91,6 +91,7 @@ def _plan(args: argparse.Namespace, model: Path | None) -> Plan:
         seed=args.seed,
         speed=args.speed,
         scale=args.scale,
+        stall_share=args.stall_share,
         model=model,
         is_paced=args.lab and model is None,
         **more,
@@ -107,7 +108,8 @@ def _file(model: str) -> Path:
 def _report(
     args: argparse.Namespace, started: float, settings: dict[str, Any], phases: Sequence[Phase]
 ) -> None:
-    said = {name: getattr(args, name) for name in ("sessions", "minutes", "seed", "speed", "scale", "model")}
+    names = ("sessions", "minutes", "seed", "speed", "scale", "model", "stall_share")
+    said = {name: getattr(args, name) for name in names}
     results = Results(
         viiwork=VERSION,
         kind="workload",
