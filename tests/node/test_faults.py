@@ -244,7 +244,7 @@ async def test_a_full_replica_store_turns_states_away_and_turns_run_cold(
 ):
     small = model_entry("small", smollm2)
     a = NodeProcess("a", "127.0.12.1", tmp_path, small, extra="kv_share: {min_tokens: 64}")
-    b = NodeProcess("b", "127.0.12.2", tmp_path, small, (a.seed,), "kv_share: {min_tokens: 64, memory: 1MiB}")
+    b = NodeProcess("b", "127.0.12.2", tmp_path, small, (a.seed,), "kv_share: {min_tokens: 64, memory: 2MiB}")
     try:
         for node in (a, b):
             node.start()
