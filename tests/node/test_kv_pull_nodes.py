@@ -130,8 +130,7 @@ async def test_a_replica_is_passed_on_when_the_engine_that_made_it_lost_it(
     messages += [said(first), {"role": "user", "content": "And the fourth?"}]
     for _ in range(2):  # one slot: another session takes it
         await stream(http, a, opening(100), session=uuid.uuid4().hex, prefer="a")
-    await a.status(http)
-    second = await chat(http, a, messages, session)
+    second = await stream(http, a, messages, session=session, prefer="a")
     assert second["node"] == "a" and reused_share(second) > 0.9
 
 
