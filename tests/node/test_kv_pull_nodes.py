@@ -22,6 +22,7 @@ pytestmark = pytest.mark.engine
 
 Pair = tuple[NodeProcess, NodeProcess]
 LONG = 300  # words of an opening; about 330 tokens
+HEARD_S = 3.0  # nodes ask one another each second what they hold; no event tells that b has heard it
 READS_MS_PER_1K = 60_000.0  # so slow that fetching pays whatever else this machine does
 
 
@@ -96,6 +97,7 @@ async def test_a_turn_whose_state_was_never_pushed_pulls_it(nodes: Pair, http: a
     first = await chat(http, a, messages)
     assert first["node"] == "a"
     messages += [said(first), {"role": "user", "content": "And the fourth?"}]
+    await asyncio.sleep(HEARD_S)
     before, of_a = await share(b, http), await share(a, http)
     second = await chat(http, b, messages)
     after = await share(b, http)
@@ -111,6 +113,7 @@ async def test_a_session_that_must_stay_is_not_pulled(nodes: Pair, http: aiohttp
     messages, off = opening(LONG), {"X-Viiwork-Kv-Share": "off"}
     first = await chat(http, a, messages, headers=off)
     messages += [said(first), {"role": "user", "content": "And the fourth?"}]
+    await asyncio.sleep(HEARD_S)
     refused = (await share(a, http))["pulls"]["not_served"].get("not_here", 0)
     second = await chat(http, b, messages, headers=off)
     assert first["node"] == "a" and second["node"] == "b"
