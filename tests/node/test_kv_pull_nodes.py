@@ -149,6 +149,7 @@ async def test_a_busy_home_hands_a_session_over_to_the_node_that_has_its_replica
     first = await stream(http, a, messages, session, prefer="a")
     assert first["node"] == "a"
     await a.until(http, "rid of its state", lambda s: s["kv_share"]["sent"]["done"] > before)
+    await asyncio.sleep(HEARD_S)
     moves = (await share(b, http))["moves"]["warm"]
     long = asyncio.create_task(
         stream(http, a, opening(20), uuid.uuid4().hex, prefer="a", max_tokens=1200, ignore_eos=True)
